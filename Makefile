@@ -1,0 +1,65 @@
+# Everything a new user needs: `make test`, `make bench`. The environment is made on first use, in .venv, from the
+# pins in constraints.txt, and again when pyproject.toml or constraints.txt change.
+SHELL := bash
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+BIN := .venv/bin
+STAMP := .venv/.ready
+# pytest-xdist workers; `make test WORKERS=0` runs in one process.
+WORKERS ?= auto
+# More arguments for pytest or for the benchmark: make test ARGS="-k causal -x"
+ARGS ?=
+RESULTS := bench-results
+
+.PHONY: help setup test test-all lint format bench clean
+
+help:
+	@echo "make test       the quick tests"
+	@echo "make test-all   all tests, the slow ones too"
+	@echo "make lint       ruff and mypy"
+	@echo "make format     what ruff can mend by itself"
+	@echo "make bench      attention against JAX and PyTorch in at most three minutes, with a report"
+	@echo "make setup      only the environment (.venv)"
+	@echo "make clean      removes the environment, caches and bench-results"
+
+setup: $(STAMP)
+
+# The interpreter of an existing .venv is kept: only what is installed in it changes with the pins.
+$(STAMP): pyproject.toml constraints.txt
+	@python=$$(scripts/find-python) || exit 1; \
+	echo "Setting up .venv with $$python (about a minute)"; \
+	$(BIN)/python -c 'import pip' 2>/dev/null || "$$python" -m venv --clear .venv
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt hatchling editables
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
+	    --no-build-isolation -e '.[dev]'
+	@touch $@
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "" $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	@mkdir -p $(RESULTS)
+	@export PROBJAX_TORCH_PYTHON="$$(scripts/find-torch)"; \
+	if [ -z "$$PROBJAX_TORCH_PYTHON" ]; then \
+	    echo "No PyTorch found: the torch_sdpa rows will say so. To add it, set PROBJAX_TORCH_PYTHON to an interpreter"; \
+	    echo "that has torch and numpy, or: python3 -m venv .venv-torch && .venv-torch/bin/pip install torch numpy"; \
+	    unset PROBJAX_TORCH_PYTHON; \
+	fi; \
+	$(BIN)/probjax bench attention --preset quick --output $(RESULTS)/attention.json $(ARGS)
+	@$(BIN)/probjax report $(RESULTS)/attention.json -o $(RESULTS)/attention.html
+
+clean:
+	rm -rf .venv $(RESULTS) .pytest_cache .ruff_cache .mypy_cache .hypothesis
