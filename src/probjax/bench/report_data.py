@@ -79,8 +79,10 @@ def problem_reason(row: Row) -> str | None:
         reason = row.get("error") or row.get("reason") or "no reason given"
         return str(reason) if status in _GOOD_STATUS else f"{status}: {reason}"
     if not any(measure_kind(column) and is_number(value) for column, value in row.items()):
-        tried = f"none of the lengths tried fits: {row['tried']}" if row.get("tried") else None
-        return str(row.get("reason") or tried or "the row has no measurement")
+        if isinstance(row.get("tried"), dict):
+            tried = ", ".join(f"{length} {outcome}" for length, outcome in row["tried"].items())
+            return f"none of the lengths tried fits: {tried}"
+        return str(row.get("reason") or "the row has no measurement")
     return None
 
 

@@ -156,8 +156,13 @@ function lineGrid(suite, section, points, width) {
   const cells = suite.downValues.flatMap((down) => suite.overValues.map((over) => ({ down, over })))
     .filter(({ down, over }) => points.some((entry) => entry.point.over === over && entry.point.down === down));
   const fit = Math.max(1, Math.min(4, Math.floor((width + 20) / 330)));
-  const across = unique(cells.map((cell) => cell.over)).length;
-  const perRow = (across > 1 ? across : cells.length) * sides.length;
+  const across = unique(cells.map((cell) => cell.over)).length, downs = unique(cells.map((cell) => cell.down)).length;
+  let perRow = (across > 1 ? across : cells.length) * sides.length;
+  // Too narrow for one column per variant: then one per mode, so that a row still holds one kind of panel.
+  if (perRow > fit && downs > 1 && downs * sides.length <= fit) {
+    perRow = downs * sides.length;
+    cells.sort((a, b) => suite.overValues.indexOf(a.over) - suite.overValues.indexOf(b.over));
+  }
   const columns = perRow <= fit ? perRow : Math.max(1, fit >= sides.length ? fit - (fit % sides.length) : fit);
   const panelWidth = Math.min(620, Math.floor((width - 20 * (columns - 1)) / columns));
   const domain = { x: unique(points.map((entry) => entry.point.x)).sort((a, b) => a - b), y: points.flatMap((entry) => [entry.y, entry.low, entry.high]).filter((value) => isNumber(value) && (value > 0 || value === 0)) };
@@ -211,14 +216,14 @@ function dotGrid(suite, section, points, width) {
   }));
 }
 
-function drawPlots(only) {
+function drawPlots(only, paper) {
   const main = document.getElementById("plots");
   const suite = DATA.suites[state.suite];
   if (!suite) {
     main.replaceChildren(el("p", { class: "notice" }, "The files hold no results."));
     return;
   }
-  const width = Math.floor(main.clientWidth);
+  const width = paper ?? Math.floor(main.clientWidth);
   const drawn = sections(suite);
   // The time section's choice of column decides the ratio too.
   for (const section of drawn) if (only && document.getElementById(section.id) && (section.id === only || (only === "time" && section.id === "ratio"))) {
@@ -227,7 +232,7 @@ function drawPlots(only) {
     if (focused) document.querySelector(`#${section.id} select`)?.focus();
   }
   if (only) return;
-  const fixed = suite.constants.map(([column, value]) => `${columnWords(column)} ${value}`).join(" · ");
+  const fixed = suite.constants.map(([column, value]) => `${columnWords(column)} ${typeof value === "string" ? valueWords(column, value) : value}`).join(" · ");
   const nothing = drawn.length ? null : el("p", { class: "notice" }, "This suite has no measurements to plot; its rows are in the table below.");
   const links = [...drawn.map((section) => [section.id, { time: "Time", ratio: "Speed ratio", memory: "Memory", other: section.column === "max_seq" ? "Longest sequence" : "Error, compile time" }[section.id]]), ["rows", "All rows"]];
   const jump = el("nav", { class: "sub jump", "aria-label": "On this page" }, links.map(([id, words]) => el("a", { href: `#${id}` }, words)));
@@ -263,6 +268,9 @@ headers();
 drawAll();
 drawProblems();
 drawTable();
+// A sheet is narrower than the window that the panels were fitted to.
+window.addEventListener("beforeprint", () => drawPlots(null, 700));
+window.addEventListener("afterprint", () => drawPlots());
 let lastWidth = document.getElementById("plots").clientWidth;
 new ResizeObserver(() => requestAnimationFrame(() => {
   const width = document.getElementById("plots").clientWidth;
