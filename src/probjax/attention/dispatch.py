@@ -1,0 +1,134 @@
+"""Which implementation runs which call, as data, with the reason.
+
+An implementation is one row of `ROWS`. Only this module decides to use another one than the first choice, and only when the
+caller named none; `attention_plan` says what was chosen and why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+
+from probjax._op import Arrays, Call, axis_sizes, batch_shape
+from probjax.attention.reference import REFERENCE
+from probjax.attention.spec import AttentionSpec
+from probjax.attention.xla import DENSE, TILED
+
+Array = jax.Array
+
+
+class Implementation(Protocol):
+    """The three functions an implementation supplies; see `probjax._op.Operation`.
+
+    It may leave `tangent` out: then the tangent of the plain-JAX implementation is used.
+    """
+
+    def forward(self, call: Call, platform: str | None, operands: Arrays) -> Arrays: ...
+
+    def backward(
+        self,
+        call: Call,
+        platform: str | None,
+        operands: Arrays,
+        outputs: Arrays,
+        cotangents: tuple[Array | None, ...],
+        wanted: tuple[int, ...],
+    ) -> Arrays: ...
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the choice depends on: sizes of one call (on one device) and its description."""
+
+    spec: AttentionSpec
+    batch: int
+    query_length: int
+    key_length: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    value_size: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, call: Call, operands: Any) -> Problem:
+        sizes = axis_sizes(call, operands)
+        return cls(
+            spec=call.spec,
+            batch=math.prod(batch_shape(call, operands)),
+            query_length=sizes["T"],
+            key_length=sizes["S"],
+            heads=sizes["N"],
+            kv_heads=sizes["K"],
+            head_size=sizes["D"],
+            value_size=sizes["V"],
+            itemsize=operands[0].dtype.itemsize,
+        )
+
+    @property
+    def scores(self) -> int:
+        """Entries of the whole score matrix."""
+        return self.batch * self.heads * self.query_length * self.key_length
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation: what it is, and why it cannot run (on a platform, or a call), or None if it can."""
+
+    name: str
+    implementation: Implementation
+    unavailable: Callable[[str], str | None]
+    declines: Callable[[Problem], str | None]
+
+
+def _never(_: Any) -> None:
+    return None
+
+
+ROWS: dict[str, Row] = {
+    row.name: row
+    for row in (
+        Row("reference", REFERENCE, _never, _never),
+        Row("dense", DENSE, _never, _never),
+        Row("tiled", TILED, _never, _never),
+    )
+}
+
+# Largest score matrix (entries over batch and heads) that `dense` runs faster than `tiled`; measured on 2 cores, see
+# docs/cpu-attention.md. Beyond it the matrix leaves the cache, and memory grows with T times S.
+DENSE_SCORES = {"cpu": 2**17}
+DENSE_SCORES_ELSEWHERE = 2**20
+
+
+def choose(problem: Problem, platform: str | None) -> tuple[str, str]:
+    """The name of the implementation for a call on a platform, and the reason."""
+    spec = problem.spec
+    if spec.plain:
+        return "tiled", "derivatives of higher order are taken of the tiled plain-JAX implementation"
+    if spec.implementation is not None:
+        reason = unavailable(spec.implementation, platform) or ROWS[spec.implementation].declines(problem)
+        if reason is not None:
+            raise NotImplementedError(f"implementation: {spec.implementation!r} cannot run this call: {reason}")
+        return spec.implementation, "named by the caller"
+    limit = DENSE_SCORES.get(platform or "", DENSE_SCORES_ELSEWHERE)
+    if problem.scores <= limit:
+        return "dense", f"{problem.scores} scores, at most {limit}: one fused dense pass is fastest"
+    return "tiled", f"{problem.scores} scores, more than {limit}: tiles stay in cache and memory is linear in T and S"
+
+
+def unavailable(name: str, platform: str | None) -> str | None:
+    """Why an implementation cannot run on a platform; None if it can."""
+    return ROWS[name].unavailable(platform or jax.default_backend())
+
+
+def implementations(platform: str | None = None) -> dict[str, str | None]:
+    """Every implementation of attention: None where it is available, else the reason why it is not.
+
+    Args:
+      platform: "cpu", "cuda", "rocm" or "tpu"; None takes the default backend.
+    """
+    return {name: unavailable(name, platform) for name in ROWS}
