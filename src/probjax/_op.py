@@ -335,14 +335,14 @@ def _backward_transpose(gradients, *args, call, present, wanted):
 
 def _to_front(args, dims) -> list:
     return [
-        jnp.expand_dims(x, 0) if dim is batching.not_mapped else jnp.moveaxis(x, dim, 0)
+        jnp.expand_dims(x, 0) if dim is None else jnp.moveaxis(x, dim, 0)
         for x, dim in zip(args, dims, strict=True)
     ]
 
 
 def _mapped_size(args, dims) -> int:
     return next(
-        x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not batching.not_mapped
+        x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from probjax._op import Arrays, Call, axis_sizes, batch_shape
@@ -231,7 +232,7 @@ class _Chunk:
                 def run(exact: bool) -> Carry:
                     return self._tangent_tile(at, lse_row, moves.get(QUERY), key_move, value_move, leaf_moves, exact)
 
-                return jax.tree.map(jnp.add, state, self.remat(lambda: self.either(all_finite, run)))
+                return jax.tree.map(jnp.add, state, self.tile_part(at, lambda: self.either(all_finite, run)))
 
             shape = (self.b, self.N, self.tiling.rows)
             zero = jnp.zeros((*shape, self.V), self.acc), jnp.zeros((*shape, 1), self.acc)
@@ -299,7 +300,7 @@ class _Chunk:
                 def run(exact: bool) -> dict[int, Array]:
                     return self._backward_tile(at, lse_row, excess_row, ct_row, tuple(totals), exact)
 
-                grads = self.remat(lambda: self.either(all_finite, run))
+                grads = self.tile_part(at, lambda: self.either(all_finite, run))
                 query_part, others = state
                 if QUERY in grads:
                     query_part = query_part + grads[QUERY]
@@ -493,7 +494,7 @@ class _Chunk:
         count = self.tiling.row_tiles
         if count == 1:
             return body(0, carry)
-        return lax.fori_loop(jnp.int32(0), jnp.int32(count), lambda n, c: body(count - 1 - n, c), carry)
+        return lax.fori_loop(np.int32(0), np.int32(count), lambda n, c: body(count - 1 - n, c), carry)
 
     def over_keys(self, i: Array | int, visit: Callable[[_At, Carry], Carry], carry: Carry) -> Carry:
         """The key tiles that query tile i may see."""
@@ -505,13 +506,21 @@ class _Chunk:
             return lax.fori_loop(lo, hi, lambda n, c: visit(_At(i, table[n]), c), carry)
 
         def body(n: Array, c: Carry) -> Carry:
-            return lax.cond((n >= lo) & (n < hi), lambda c: visit(_At(i, table[n]), c), lambda c: c, c)
+            return visit(_At(i, table[n], live=(n >= lo) & (n < hi)), c)
 
-        return lax.fori_loop(jnp.int32(0), jnp.int32(plan.width), body, carry)
+        return lax.fori_loop(np.int32(0), np.int32(plan.width), body, carry)
 
-    def remat(self, fn: Callable[[], Carry]) -> Carry:
-        """In a plain call, lets derivatives compute a tile again instead of storing it."""
-        return jax.checkpoint(fn)() if self.plain else fn()
+    def tile_part(self, at: _At, fn: Callable[[], Carry]) -> Carry:
+        """What one tile adds. In a plain call derivatives compute it again instead of storing it.
+
+        The conditional is inside of what is computed again: outside, JAX would store whole keys and values per tile.
+        """
+        if not self.plain:
+            return fn()
+        if at.live is None:
+            return jax.checkpoint(fn)()
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(fn))
+        return jax.checkpoint(lambda: lax.cond(at.live, fn, lambda: zeros))()
 
     def either(self, all_finite: Array | None, run: Callable[[bool], Carry]) -> Carry:
         """`run(exact)` by the way that fits this call."""
@@ -580,10 +589,11 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _At:
-    """Tile (i, j) of one chunk."""
+    """Tile (i, j) of one chunk; `live` where it may be one that holds nothing."""
 
     i: Array | int
     j: Array | int
+    live: Array | None = None
 
     def query(self, chunk: _Chunk) -> Array:
         return chunk.scaled(chunk.rows_of(chunk.operands[QUERY], self.i))
