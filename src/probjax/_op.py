@@ -30,6 +30,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+try:
+    # Primitives that want to know the devices when they are lowered, as a partitioned call does. JAX has no public name
+    # for this set; without it, XLA partitions the plain-JAX kernels by itself, and the others run replicated.
+    from jax._src.dispatch import prim_requires_devices_during_lowering as _needs_devices
+except ImportError:
+    _needs_devices = None
+
 Array = jax.Array
 Arrays = tuple[Array, ...]
 
@@ -478,7 +485,7 @@ def _sharding_rule(call: Call, arrays, axes, results, result_axes) -> tuple[str,
     right = ", ".join(letters(x.shape, a) for x, a in zip(results, result_axes, strict=True))
     options: dict[str, Any] = {"need_replication_factors": tuple(kept)}
     if len(family) == 2:
-        options |= {"h": family[0], "g": family[1] // family[0]}
+        options["g"] = family[1] // family[0]
     return f"{left} -> {right}", options
 
 
@@ -504,18 +511,7 @@ def _partitioned(run, call: Call, arrays, axes, result_axes, *, reduce_missing: 
         shardings = tuple(NamedSharding(mesh, layout(x.shape, a)) for x, a in zip(args, axes, strict=True))
         results = jax.tree.leaves(result_shapes)
         result_shardings = [layout(x.shape, a) for x, a in zip(results, result_axes, strict=True)]
-        split = {name for s in shardings for entry in s.spec for name in _names(entry)}
-
-        def local(*args):
-            found = run(*args)
-            if not reduce_missing:
-                return found
-            summed = []
-            for x, spec in zip(found, result_shardings, strict=True):
-                missing = split - {name for entry in spec for name in _names(entry)}
-                summed.append(jax.lax.psum(x, tuple(sorted(missing))) if missing else x)
-            return tuple(summed)
-
+        local = _summing(run, [s.spec for s in shardings], result_shardings) if reduce_missing else run
         return mesh, local, tuple(NamedSharding(mesh, s) for s in result_shardings), shardings
 
     function = custom_partitioning(lambda *args: tuple(run(*args)))
@@ -525,6 +521,43 @@ def _partitioned(run, call: Call, arrays, axes, result_axes, *, reduce_missing: 
 
     function.def_partition(partition=partition, sharding_rule=rule)
     return function
+
+
+def _mapped(run, call: Call, avals, axes, result_axes, results, *, reduce_missing: bool):
+    """`run` per device where the mesh axes are Explicit: there every type carries its sharding, so nothing is asked."""
+    mesh = avals[0].sharding.mesh
+    operands = avals[: len(call.operands)]
+    layout = _choose_layout(call, operands, [_spec_of(x) for x in operands], dict(mesh.shape))
+    specs = [layout(x.shape, a) for x, a in zip(avals, axes, strict=True)]
+    result_specs = [layout(x.shape, a) for x, a in zip(results, result_axes, strict=True)]
+    local = _summing(run, specs, result_specs) if reduce_missing else run
+
+    def mapped(*args):
+        args = [jax.sharding.reshard(x, s) for x, s in zip(args, specs, strict=True)]
+        function = jax.shard_map(local, in_specs=tuple(specs), out_specs=tuple(result_specs), check_vma=False)
+        return tuple(
+            jax.sharding.reshard(x, _spec(aval)) for x, aval in zip(function(*args), results, strict=True)
+        )
+
+    return mapped
+
+
+def _spec(aval) -> PartitionSpec:
+    return PartitionSpec(*_spec_of(aval))
+
+
+def _summing(run, specs, result_specs):
+    """`run` on the shards of one device, with those results summed over devices that lack a split axis."""
+    split = {name for spec in specs for entry in spec for name in _names(entry)}
+
+    def local(*args):
+        summed = []
+        for x, spec in zip(run(*args), result_specs, strict=True):
+            missing = split - {name for entry in spec for name in _names(entry)}
+            summed.append(jax.lax.psum(x, tuple(sorted(missing))) if missing else x)
+        return tuple(summed)
+
+    return local
 
 
 class _Shaped:
@@ -576,14 +609,22 @@ def _argument_axes(kind: str, params) -> tuple[list, list]:
 
 def _lower(ctx, *args, kind: str, platform: str | None, **params):
     run = _runner(kind, platform, params)
+    call: Call = params["call"]
     context = ctx.module_context.axis_context
-    avals = [ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
-    if isinstance(context, mlir.ShardingContext) and (context.num_devices or 1) > 1:
-        axes, result_axes = _argument_axes(kind, params)
-        run = _partitioned(
-            run, params["call"], avals, axes, result_axes, reduce_missing=kind == "backward"
+    axes, result_axes = _argument_axes(kind, params)
+    several = isinstance(context, mlir.ShardingContext) and len(context.device_assignment or ()) > 1
+    mesh = ctx.avals_in[0].sharding.mesh if ctx.avals_in else jax.sharding.AbstractMesh((), ())
+    if several and mesh.explicit_axes:
+        run = _mapped(
+            run, call, ctx.avals_in, axes, result_axes, ctx.avals_out, reduce_missing=kind == "backward"
         )
-    # Inside, arrays are plain: neither the Explicit mesh axes nor the manual ones are the kernels' business.
+        with jax.sharding.use_abstract_mesh(mesh):
+            return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
+    # Inside, arrays are plain: mesh axes are not the kernels' business.
+    avals = [ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
+    # Under an Explicit mesh an array without a sharding is replicated: nothing to partition.
+    if several and not jax.sharding.get_abstract_mesh().explicit_axes:
+        run = _partitioned(run, call, avals, axes, result_axes, reduce_missing=kind == "backward")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=avals), *args)
 
@@ -599,6 +640,8 @@ def _register(primitive, kind, abstract, jvp, transpose, batch):
             return _compiled(primitive, tuple(sorted(params.items())))(*args)
 
     primitive.multiple_results = True
+    if _needs_devices is not None:
+        _needs_devices.add(primitive)
     primitive.def_impl(run_now)
     primitive.def_abstract_eval(abstract)
     ad.primitive_jvps[primitive] = jvp
