@@ -239,7 +239,7 @@ class TestRoles:
         ]
         suite = only_suite(rows)
         assert suite["overValues"] == ["plain", "causal"] and suite["downValues"] == ["fwd", "fwdbwd"]
-        assert cell_of({"implementation": "a", "seq_len": 3}) == {"impl": "a", "seq": 3}
+        assert cell_of({"impl": "a", "implementation": "b", "seq_len": 3}) == {"impl": "a", "seq": 3}
 
     def test_tags_tell_series_apart_only_within_a_file(self):
         rows = [attention_row("jax_xla", seq, 1.0, tag=tag) for seq in (1, 2) for tag in (None, "after")]
@@ -264,7 +264,7 @@ class TestRoles:
         ]
         suite = only_suite(rows)
         assert suite["x"] is None and suite["peers"] == []
-        assert [point["label"] for point in suite["points"]][:2] == ["forward, float32", "forward, bfloat16"]
+        assert suite["points"][1]["label"] == [["op", "forward"], ["dtype", "bfloat16"]]
 
     def test_column_that_follows_from_others_is_no_panel(self):
         rows = [
@@ -284,18 +284,26 @@ class TestRoles:
         ]
         suite = only_suite(rows)
         assert suite["name"] == "remat" and suite["series"] == "variant" and suite["peer"] == "plain"
-        assert {point["label"].split(",")[0] for point in suite["points"]} == {"transformer", "ssm", "unet"}
+        assert {dict(point["label"])["model"] for point in suite["points"]} == {"transformer", "ssm", "unet"}
 
     def test_column_of_one_file_does_not_part_the_files(self):
         ours = ReportFile("ours", [{**row, "precision": "default"} for row in attention_rows()])
         (suite,) = suites([ours, ReportFile("seed", attention_rows())])
         assert suite["selectors"] == [] and "precision" not in dict(suite["constants"])
 
+    def test_column_that_some_rows_lack_is_no_difference(self):
+        rows = [
+            {**row, "precision": "default"} if row["impl"] != "torch_sdpa" else row
+            for row in attention_rows()
+        ]
+        (suite,) = suites([ReportFile("ours", rows), ReportFile("seed", attention_rows())])
+        assert suite["selectors"] == [] and "precision" not in dict(suite["constants"])
+
     def test_column_that_one_file_lacks_fits_every_choice(self):
         ours = [{**row, "precision": p} for row in attention_rows() for p in ("default", "highest")]
         (suite,) = suites([ReportFile("ours", ours), ReportFile("seed", attention_rows())])
         assert [selector["column"] for selector in suite["selectors"]] == ["precision"]
-        assert {tuple(p["select"]) for p in suite["points"] if p["file"] == 1} == {("*",)}
+        assert {tuple(p["select"]) for p in suite["points"] if p["file"] == 1} == {(None,)}
 
     @pytest.mark.parametrize(
         ("column", "kind"),

@@ -17,7 +17,7 @@ from typing import Any
 Row = Mapping[str, Any]
 
 # Other spellings of the same column or value in files of other suites and versions.
-_COLUMN_ALIASES = {"implementation": "impl", "seq_len": "seq", "length": "seq", "dim": "head_dim"}
+_COLUMN_ALIASES = {"seq_len": "seq", "length": "seq", "dim": "head_dim"}
 _VALUE_ALIASES = {"fwd_bwd": "fwdbwd"}
 
 _X_COLUMNS = ("seq", "tokens", "resolution", "width", "layers")
@@ -26,8 +26,20 @@ _COLUMN_FACETS = ("variant", "scan", "model")
 _ROW_FACETS = ("mode", "op")
 # Operations that are stages of one workload, not alternatives to compare with each other.
 _STAGES = {"fwd", "fwdbwd", "forward", "backward", "train_step"}
-# What a row says about itself, not what was measured or on which problem.
-_BOOKKEEPING = {"suite", "tag", "run", "inner", "samples", "repeats", "params", "finite", "threads"}
+# What a row says about itself, not what was measured or on which problem. `implementation` is what the row's
+# label chose.
+_BOOKKEEPING = {
+    "implementation",
+    "suite",
+    "tag",
+    "run",
+    "inner",
+    "samples",
+    "repeats",
+    "params",
+    "finite",
+    "threads",
+}
 _BOOKKEEPING |= {"status", "reason", "error", "note"}
 _GOOD_STATUS = {"ok", "measured", "done"}
 _PEERS = ("jax_xla", "torch_sdpa", "bare_jit", "none", "plain")
@@ -93,7 +105,7 @@ def suite_name(row: Row) -> str:
         return "remat"
     if row.get("suite"):
         return str(row["suite"])
-    return "attention" if "impl" in row or "implementation" in row else "results"
+    return "attention" if "impl" in row else "results"
 
 
 def cell_of(row: Row) -> dict[str, Any]:
@@ -249,8 +261,8 @@ def _suite(name: str, files: Sequence[ReportFile]) -> dict[str, Any]:
                 "x": point.cell.get(x) if x else None,
                 "over": point.cell.get(over) if over else None,
                 "down": point.cell.get(down) if down else None,
-                "select": [point.cell.get(column, "*") for column in selected],
-                "label": _label(point.cell, shown),
+                "select": [point.cell.get(column) for column in selected],
+                "label": [[c, point.cell[c]] for c in shown if point.cell.get(c) is not None],
             }
             for point in points
             if x is None or is_number(point.cell.get(x))
@@ -259,14 +271,13 @@ def _suite(name: str, files: Sequence[ReportFile]) -> dict[str, Any]:
 
 
 def _split_columns(points: Sequence[_Point]) -> tuple[list[str], dict[str, Any]]:
-    """Columns that vary, and those with one value; that a whole file lacks a column is no difference."""
+    """Columns that vary, and those with one value everywhere; a missing value is no difference."""
     varying, constants = [], {}
     for column in dict.fromkeys(column for point in points for column in point.cell):
-        holders = {point.file for point in points if column in point.cell}
-        values = _distinct(point.cell.get(column) for point in points if point.file in holders)
-        if len(values) > 1:
+        values = _distinct(point.cell.get(column) for point in points)
+        if len([value for value in values if value is not None]) > 1:
             varying.append(column)
-        elif values[0] is not None and len(holders) == len({point.file for point in points}):
+        elif None not in values:
             constants[column] = values[0]
     return varying, constants
 
@@ -293,11 +304,12 @@ def _by_priority(columns: Sequence[str]) -> list[str]:
 
 
 def _follows(column: str, placed: Sequence[str], points: Sequence[_Point]) -> bool:
-    """Whether the column's value is known once those of ``placed`` are."""
+    """Whether the column's value, where it has one, is known once those of ``placed`` are."""
     known: dict[tuple[Any, ...], Any] = {}
     for point in points:
+        value = point.cell.get(column)
         key = tuple(point.cell.get(c) for c in placed)
-        if known.setdefault(key, point.cell.get(column)) != point.cell.get(column):
+        if value is not None and known.setdefault(key, value) != value:
             return False
     return True
 
@@ -312,18 +324,15 @@ def _is_line(x: str, others: Sequence[str], points: Sequence[_Point]) -> bool:
 
 def _selectors(columns: Sequence[str], points: Sequence[_Point]) -> list[dict[str, Any]]:
     """Values of each selector; the default is the combination with the most rows."""
-    counts = Counter(tuple(point.cell.get(c, "*") for c in columns) for point in points)
-    complete = [(n, combination) for combination, n in counts.items() if "*" not in combination]
-    best = max(complete, key=lambda item: item[0])[1] if complete else ()
-    return [
-        {
-            "column": c,
-            "values": _ordered(_distinct(p.cell[c] for p in points if c in p.cell)),
-            "default": best[i],
-        }
-        for i, c in enumerate(columns)
-        if best
-    ]
+    counts = Counter(tuple(point.cell.get(c) for c in columns) for point in points)
+    best = max(counts, key=lambda combination: (None not in combination, counts[combination]), default=())
+    selectors = []
+    for column, default in zip(columns, best, strict=True):
+        values = _ordered([v for v in _distinct(p.cell.get(column) for p in points) if v is not None])
+        selectors.append(
+            {"column": column, "values": values, "default": values[0] if default is None else default}
+        )
+    return selectors
 
 
 def _measures(rows: Sequence[Row]) -> dict[str, list[str]]:
@@ -337,12 +346,6 @@ def _measures(rows: Sequence[Row]) -> dict[str, list[str]]:
         if kind := measure_kind(column):
             found[kind].append(column)
     return found
-
-
-def _label(cell: Mapping[str, Any], columns: Sequence[str]) -> str:
-    """Text for one row of a dot plot; plain words stand alone, numbers and flags carry their name."""
-    values = [(column, cell.get(column)) for column in columns if cell.get(column) is not None]
-    return ", ".join(value if isinstance(value, str) else f"{column} {value}" for column, value in values)
 
 
 def _distinct(values: Iterable[Any]) -> list[Any]:

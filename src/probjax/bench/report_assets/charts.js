@@ -5,7 +5,9 @@ const PANEL_HEIGHT = 244;
 // lines: [{name, style, open, dashed, main, points: [{x, y, low, high}]}]; every panel of a section gets the same domain
 // and labelling (see endLabels), so that their axes line up.
 function linePanel({ caption, detail, lines, width, domain, labelling, suffix, unit, xWords, reference }) {
-  const texts = labelling.text && lines.map((line) => labelling.text(line.name));
+  // Single points lie on top of each other, and so would their labels.
+  const labelled = labelling.text && lines.some((line) => line.points.length > 1);
+  const texts = labelled ? lines.map((line) => labelling.text(line.name)) : null;
   const right = labelling.room;
   const top = 22, bottom = PANEL_HEIGHT - 34;
   const y = logScale(domain.y, bottom, top);

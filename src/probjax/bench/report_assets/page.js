@@ -79,10 +79,12 @@ function seriesNames(suite) {
   return [...known, ...found.filter((name) => !known.includes(name))];
 }
 
+const labelOf = (point) => point.label.map(([column, value]) => valueWords(column, value)).join(", ");
 const filesOf = (suite) => unique(suite.points.map((point) => point.file)).sort((a, b) => a - b);
 
-// A column that a file does not have ("*") fits every choice.
-const fits = (suite, point) => point.select.every((value, i) => value === "*" || value === chosen(suite).select[i]);
+// A row without a value in a column fits every choice in it.
+const agree = (select, others) => select.every((value, i) => value === null || others[i] === null || value === others[i]);
+const fits = (suite, point) => agree(point.select, chosen(suite).select);
 
 function plain(column) {
   const quartiles = column === "median_ms" ? ["q1_ms", "q3_ms"] : null;
@@ -95,15 +97,13 @@ function plain(column) {
 
 // How many times faster than the peer, in the same file and cell: of the same tag where there is one, else of any.
 function ratio(suite, column, peer) {
-  const key = (point) => JSON.stringify([point.file, point.x, point.over, point.down, point.select, point.label]);
+  const key = (point) => JSON.stringify([point.file, point.x, point.over, point.down, point.label]);
   const peers = new Map();
-  for (const point of suite.points) if (point.series === peer) {
-    peers.set(`${key(point)} ${point.tag}`, point);
-    if (!peers.has(key(point)) || point.tag === null) peers.set(key(point), point);
-  }
+  for (const point of suite.points) if (point.series === peer) peers.set(key(point), [...(peers.get(key(point)) ?? []), point]);
   const read = plain(column);
   return (point) => {
-    const other = peers.get(`${key(point)} ${point.tag}`) || peers.get(key(point));
+    const near = (peers.get(key(point)) ?? []).filter((candidate) => agree(candidate.select, point.select));
+    const other = near.findLast((candidate) => candidate.tag === point.tag) ?? near.findLast((candidate) => candidate.tag === null) ?? near.at(-1);
     const mine = read(point), theirs = other && read(other);
     if (!mine || !theirs || !(mine.y > 0) || !(theirs.y > 0)) return null;
     return { y: theirs.y / mine.y, low: theirs.low / mine.high, high: theirs.high / mine.low };
@@ -210,8 +210,8 @@ function dotGrid(suite, section, points, width) {
     const row = (entry, name) => ({ name, style: seriesStyle(entry.point.series, names), open: Boolean(entry.point.tag), ...entry });
     const suffix = (entry) => (entry.point.tag ? ` (${entry.point.tag})` : "");
     const groups = names.length > 1
-      ? unique(here.map((entry) => entry.point.label)).map((title) => ({ title, rows: here.filter((entry) => entry.point.label === title).map((entry) => row(entry, entry.point.series + suffix(entry))) }))
-      : [{ title: "", rows: here.map((entry) => row(entry, (entry.point.label || entry.point.series) + suffix(entry))) }];
+      ? unique(here.map((entry) => labelOf(entry.point))).map((title) => ({ title, rows: here.filter((entry) => labelOf(entry.point) === title).map((entry) => row(entry, entry.point.series + suffix(entry))) }))
+      : [{ title: "", rows: here.map((entry) => row(entry, (labelOf(entry.point) || entry.point.series) + suffix(entry))) }];
     return dotPanel({ caption: several ? file.name : "", groups, width: panelWidth, domain, suffix: section.suffix, unit: section.unit, reference: section.reference });
   }));
 }
