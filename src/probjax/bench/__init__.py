@@ -1,0 +1,20 @@
+"""The benchmark program: suites, peers, measuring, results, tables and the report."""
+
+from typing import Any
+
+__all__ = ["AttentionConfig", "read_results", "run_attention"]
+
+_HOMES = {
+    "AttentionConfig": "probjax.bench.attention.config",
+    "read_results": "probjax.bench.results",
+    "run_attention": "probjax.bench.attention.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on demand: the child processes and `probjax --help` need no JAX.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)
