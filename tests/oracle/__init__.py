@@ -1,0 +1,27 @@
+"""Independent references for attention and the helpers that compare the package with them."""
+
+from . import biases, masks
+from .check import IMPLEMENTATIONS, agree, check, compare, expected, solve
+from .draw import normal, qkv
+from .jnp_dense import dense_attention
+from .numpy_attention import Call, Solution, forward, gradients
+from .sizes import Sizes
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Call",
+    "Sizes",
+    "Solution",
+    "agree",
+    "biases",
+    "check",
+    "compare",
+    "dense_attention",
+    "expected",
+    "forward",
+    "gradients",
+    "masks",
+    "normal",
+    "qkv",
+    "solve",
+]
