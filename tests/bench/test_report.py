@@ -197,15 +197,17 @@ class TestOddRows:
             {"cell": "ssd", **CELL, "suite": "ssm", "error": "RuntimeError: needs an accelerator"},
             attention_row("xla_dense", 128, float("nan")),
         ]
-        left_out = {"run": 0, "dropped": [{"mode": "fwd", "seq": 4096, "reason": "out of time"}]}
+        dropped = [("fwd", 2048, 3), ("fwd", 4096, 5), ("fwdbwd", 4096, 9)]
+        left_out = {"dropped": [{"mode": m, "seq": s, "reason": f"needs {t} s"} for m, s, t in dropped]}
         found = problems([ReportFile("a.json", rows, runs=[left_out])])
         assert [(p["label"], p["count"], p["reason"]) for p in found] == [
-            ("left out", 1, "out of time"),
+            ("left out", 3, "needs … s"),
             ("torch_sdpa", 2, "unavailable: no torch"),
             ("ssd", 1, "RuntimeError: needs an accelerator"),
             ("xla_dense", 1, "the row has no measurement"),
         ]
-        assert "seq 128, 256" in found[1]["where"]
+        assert found[0]["where"] == ["fwd, seq 2048", "fwd, seq 4096", "fwdbwd, seq 4096"]
+        assert found[1]["where"] == ["head_dim 64; dtype float32; seq 128, 256"]
         plotted = [point for suite in suites([ReportFile("a.json", rows)]) for point in suite["points"]]
         assert len(plotted) == len(attention_rows())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,9 @@ _BOOKKEEPING = {
 _BOOKKEEPING |= {"status", "reason", "error", "note"}
 _GOOD_STATUS = {"ok", "measured", "done"}
 _PEERS = ("jax_xla", "torch_sdpa", "bare_jit", "none", "plain")
+# Columns that say nothing about why a cell was not measured, and how many cells are few enough to be listed.
+_NOT_IN_PROBLEMS = {"impl", "section", "batch", "heads", "model_dim"}
+_FEW_CELLS = 16
 # The share of rows that must have a number in a column before it can be the horizontal axis.
 _X_COVERAGE = 0.8
 
@@ -158,41 +162,48 @@ def suites(files: Sequence[ReportFile]) -> list[dict[str, Any]]:
 def problems(files: Sequence[ReportFile]) -> list[dict[str, Any]]:
     """Rows without a measurement, and cells that a run left out, one entry per file, label and reason."""
     grouped: dict[tuple[int, str, str, str], list[dict[str, Any]]] = {}
+    reasons: dict[tuple[int, str, str, str], set[str]] = {}
+
+    def add(file: int, suite: str, label: str, reason: str, cell: dict[str, Any]) -> None:
+        # "3 s left, 5 s needed" and "3 s left, 9 s needed" are one reason.
+        key = (file, suite, label, re.sub(r"\d+", "…", reason))
+        grouped.setdefault(key, []).append(cell)
+        reasons.setdefault(key, set()).add(reason)
+
     for number, file in enumerate(files):
         for cell in (cell for run in file.runs for cell in run.get("dropped") or ()):
-            key = (
-                number,
-                str(cell.get("section", "")),
-                str(cell.get("impl", "left out")),
-                str(cell.get("reason")),
-            )
-            grouped.setdefault(key, []).append(cell_of(cell))
+            label = str(cell.get("impl", "left out"))
+            add(number, str(cell.get("section", "")), label, str(cell.get("reason")), cell_of(cell))
         for row in file.rows:
             if reason := problem_reason(row):
                 cell = cell_of(row)
                 label = next((str(cell[c]) for c in _SERIES_COLUMNS if cell.get(c) is not None), "")
-                grouped.setdefault((number, suite_name(row), label, reason), []).append(cell)
+                add(number, suite_name(row), label, reason, cell)
     return [
         {
-            "file": number,
-            "suite": suite,
-            "label": label,
-            "reason": reason,
+            "file": key[0],
+            "suite": key[1],
+            "label": key[2],
+            "reason": key[3] if len(reasons[key]) > 1 else next(iter(reasons[key])),
             "count": len(cells),
-            "where": _span(cells),
+            "where": _where(cells),
         }
-        for (number, suite, label, reason), cells in grouped.items()
+        for key, cells in grouped.items()
     ]
 
 
-def _span(cells: Sequence[Mapping[str, Any]]) -> str:
-    """The values that the cells cover, such as ``mode fwd, fwdbwd; seq 128, 256``."""
-    parts = []
-    for column in dict.fromkeys(column for cell in cells for column in cell):
-        values = _distinct(cell.get(column) for cell in cells)
-        if column not in ("impl", "section", "batch", "heads", "model_dim") and values != [None]:
-            parts.append(f"{column} {', '.join(str(value) for value in values if value is not None)}")
-    return "; ".join(parts)
+def _where(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The cells in words: the values covered when all combinations are meant, else each cell of a few."""
+    shown = [c for c in dict.fromkeys(c for cell in cells for c in cell) if c not in _NOT_IN_PROBLEMS]
+    values = {c: [v for v in _distinct(cell.get(c) for cell in cells) if v is not None] for c in shown}
+    if len(cells) <= _FEW_CELLS and math.prod(len(found) for found in values.values() if found) != len(cells):
+        return [_words(cell, [c for c in shown if len(values[c]) > 1 or len(cells) == 1]) for cell in cells]
+    return ["; ".join(f"{c} {', '.join(map(str, found))}" for c, found in values.items() if found)]
+
+
+def _words(cell: Mapping[str, Any], columns: Sequence[str]) -> str:
+    present = [(c, cell[c]) for c in columns if cell.get(c) is not None]
+    return ", ".join(value if isinstance(value, str) else f"{c} {value}" for c, value in present)
 
 
 @dataclass(frozen=True)

@@ -63,10 +63,11 @@ function endLabels(panels, width) {
 }
 
 function placedLabels(lines, texts, x, y, top, bottom, right) {
+  const end = Math.max(...lines.map((line) => x.place(line.points.at(-1).x)));
   const labels = lines.map((line, i) => {
     const last = line.points[line.points.length - 1];
     const px = x.place(last.x), py = y.place(last.y);
-    return { text: texts[i], colour: `--c:var(--s${line.style.colour})`, px, py, at: py, inside: px < right - 20 };
+    return { text: texts[i], colour: `--c:var(--s${line.style.colour})`, px, py, at: py, inside: px < end - 20 };
   });
   spreadOut(labels.filter((label) => !label.inside), 12.5, top - 4, bottom + 4);
   const obstacles = lines.flatMap((line) => trace(line, x, y));

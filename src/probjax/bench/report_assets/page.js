@@ -245,7 +245,7 @@ function drawProblems() {
   if (host.hidden) return;
   host.replaceChildren(el("h2", {}, "Not measured"), el("ul", {}, DATA.problems.map((problem) => el("li", {},
     el("strong", {}, problem.label || columnWords(problem.suite)), several ? ` in ${DATA.files[problem.file].name}` : "", `, ${problem.count} ${problem.count === 1 ? "row" : "rows"}: `, problem.reason,
-    problem.where ? el("div", { class: "soft" }, problem.where) : null))));
+    problem.where.map((words) => el("div", { class: "soft" }, words))))));
 }
 
 function drawTable() {

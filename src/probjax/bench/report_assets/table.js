@@ -5,10 +5,10 @@ const FIRST_ROWS = 60;
 // ratioOf(file, row) is the speed beside the chosen peer, or null; ratioWords names that column.
 function resultTable(host, ratioOf, ratioWords) {
   const several = DATA.files.length > 1;
-  const columns = [...new Set(DATA.files.flatMap((file) => file.columns))].filter((column) => DATA.files.some((file) => {
+  const columns = readingOrder([...new Set(DATA.files.flatMap((file) => file.columns))].filter((column) => DATA.files.some((file) => {
     const at = file.columns.indexOf(column);
     return at >= 0 && file.rows.some((row) => row[at] !== null);
-  }));
+  })));
   const place = columns.indexOf("median_ms") + 1 || columns.length;
   const records = DATA.files.flatMap((file, number) => {
     const at = columns.map((column) => file.columns.indexOf(column));
@@ -57,6 +57,15 @@ function resultTable(host, ratioOf, ratioWords) {
     el("div", { class: "bar" }, search, count, more),
     el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "All rows" }, el("table", {}, el("thead", {}, el("tr", {}, heads)), body)),
   );
+}
+
+// What was measured first, then the numbers most looked for, then the others; else the order of the file.
+function readingOrder(columns) {
+  const lead = ["median_ms", "q1_ms", "q3_ms", "rel_err"].filter((column) => columns.includes(column));
+  const rest = columns.filter((column) => !lead.includes(column));
+  const first = rest.findIndex((column) => /_(ms|s|mb)$/.test(column));
+  const place = first < 0 ? rest.length : first;
+  return [...rest.slice(0, place), ...lead, ...rest.slice(place)];
 }
 
 function cellText(value) {
