@@ -70,6 +70,7 @@ function readingOrder(columns) {
 
 function cellText(value) {
   if (value === null || value === undefined) return "";
+  if (isNumber(value) && value !== 0 && Math.abs(value) < 1e-4) return value.toExponential(2);
   if (isNumber(value)) return Number.isInteger(value) ? String(value) : Number(value.toPrecision(4)).toString();
   return String(value);
 }
