@@ -251,7 +251,9 @@ def _tangent_jvp(primals, tangents, *, call, active):
             plain, None, tuple(operands), tuple(outputs), dict(zip(active, moves, strict=True))
         )
 
-    terms += _jvp_of_fixed(of_fixed, call, operands, outputs, *fixed_dots)
+    terms += _jvp_of_fixed(
+        of_fixed, call, operands, outputs, [jax.typeof(x) for x in result], *fixed_dots
+    )
     return result, _sum_terms(terms, result)
 
 
@@ -271,11 +273,13 @@ def _backward_jvp(primals, tangents, *, call, present, wanted):
         given = _spread(cotangents, present, len(call.outputs))
         return call.operation.backward(plain, None, tuple(operands), tuple(outputs), given, wanted)
 
-    terms += _jvp_of_fixed(of_fixed, call, operands, outputs, *fixed_dots)
+    terms += _jvp_of_fixed(
+        of_fixed, call, operands, outputs, [jax.typeof(x) for x in result], *fixed_dots
+    )
     return result, _sum_terms(terms, result)
 
 
-def _jvp_of_fixed(fn, call, operands, outputs, operand_dots, output_dots) -> list:
+def _jvp_of_fixed(fn, call, operands, outputs, results, operand_dots, output_dots) -> list:
     """Derivative of `fn(operands, outputs)` along those tangents that are not zero; a list of no or one term."""
     values = operands + outputs
     dots = [
@@ -291,6 +295,11 @@ def _jvp_of_fixed(fn, call, operands, outputs, operand_dots, output_dots) -> lis
         for i, x in zip(moving, moved, strict=True):
             filled[i] = x
         return tuple(fn(filled[: len(operands)], filled[len(operands) :]))
+
+    mesh = jax.typeof(operands[0]).sharding.mesh
+    if mesh.explicit_axes:  # the plain-JAX code is written for arrays whose sharding is XLA's business
+        specs = [_spec(x) for x in results]
+        of_moving = jax.sharding.auto_axes(of_moving, axes=mesh.explicit_axes, out_sharding=tuple(specs))
 
     _, derivative = jax.jvp(of_moving, tuple(values[i] for i in moving), tuple(dots[i] for i in moving))
     return [derivative]
@@ -408,7 +417,7 @@ def _choose_layout(call: Call, operands, specs: Sequence[Sequence[Entry]], mesh_
     batch = batch_shape(call, operands)
     sizes = axis_sizes(call, operands)
     family = {sizes[name] for name in call.operation.shardable if name in sizes}
-    full = max(family, default=1)
+    full = _family_size(call, operands)
 
     def devices(entry: Entry) -> int:
         return math.prod(mesh_shape[name] for name in _names(entry))
@@ -446,6 +455,11 @@ def _choose_layout(call: Call, operands, specs: Sequence[Sequence[Entry]], mesh_
     return layout
 
 
+def _family_size(call: Call, operands) -> int:
+    sizes = axis_sizes(call, operands)
+    return max((sizes[name] for name in call.operation.shardable if name in sizes), default=1)
+
+
 def _explicit_layout(call: Call, operands):
     """For mesh axes of the Explicit kind: a function from (shape, axes) to the sharding of a result."""
     mesh = operands[0].sharding.mesh
@@ -461,8 +475,7 @@ def _sharding_rule(call: Call, arrays, axes, results, result_axes) -> tuple[str,
     n = call.batch_ndim(arrays)
     batch = tuple(_full(x.shape[i] for x in arrays) for i in range(n))
     operands = arrays[: len(call.operands)]
-    sizes = axis_sizes(call, operands)
-    family = sorted({sizes[name] for name in call.operation.shardable if name in sizes} - {1})
+    full = _family_size(call, operands)
     fresh = iter(range(10**6))
     kept: list[str] = []  # factors that must not be split
 
@@ -475,21 +488,18 @@ def _sharding_rule(call: Call, arrays, axes, results, result_axes) -> tuple[str,
         for name, size in zip(names, shape[n:], strict=True):
             if name not in call.operation.shardable or size == 1:
                 out.append(alone())
-            elif size == family[0]:
-                out.append("h")
             else:
-                out.append("(h g)")
-        return " ".join(out) if out else ""
+                # Axes of a smaller size (key/value heads) are a factor of their own: only `partition` knows whether
+                # they can be split along with the full ones.
+                out.append("h" if size == full else f"k{size}")
+        return " ".join(out)
 
     left = ", ".join(letters(x.shape, a) for x, a in zip(arrays, axes, strict=True))
     right = ", ".join(letters(x.shape, a) for x, a in zip(results, result_axes, strict=True))
-    options: dict[str, Any] = {"need_replication_factors": tuple(kept)}
-    if len(family) == 2:
-        options["g"] = family[1] // family[0]
-    return f"{left} -> {right}", options
+    return f"{left} -> {right}", {"need_replication_factors": tuple(kept)}
 
 
-def _partitioned(run, call: Call, arrays, axes, result_axes, *, reduce_missing: bool):
+def _partitioned(run, call: Call, arrays, axes, result_axes, results, *, reduce_missing: bool):
     """`run` as a function that XLA's partitioner splits over devices by the rule above.
 
     With `reduce_missing`, a result that lacks a split axis is a sum over it, and is summed over its shards.
@@ -509,15 +519,16 @@ def _partitioned(run, call: Call, arrays, axes, result_axes, *, reduce_missing: 
                 stand_in, (args[position], *operands), (specs[position], *specs[: len(operands)]), dict(mesh.shape)
             )
         shardings = tuple(NamedSharding(mesh, layout(x.shape, a)) for x, a in zip(args, axes, strict=True))
-        results = jax.tree.leaves(result_shapes)
         result_shardings = [layout(x.shape, a) for x, a in zip(results, result_axes, strict=True)]
         local = _summing(run, [s.spec for s in shardings], result_shardings) if reduce_missing else run
         return mesh, local, tuple(NamedSharding(mesh, s) for s in result_shardings), shardings
 
-    function = custom_partitioning(lambda *args: tuple(run(*args)))
+    # What stands here is never run, it only says what the results look like: this function is used for several devices,
+    # and for them `partition` supplies the code.
+    function = custom_partitioning(lambda *args: tuple(jnp.zeros(x.shape, x.dtype) for x in results))
 
     def rule(mesh, argument_types, result_types):
-        return _sharding_rule(call, arrays, axes, [_Shaped(t) for t in result_types], result_axes)
+        return _sharding_rule(call, arrays, axes, results, result_axes)
 
     function.def_partition(partition=partition, sharding_rule=rule)
     return function
@@ -558,13 +569,6 @@ def _summing(run, specs, result_specs):
         return tuple(summed)
 
     return local
-
-
-class _Shaped:
-    """The shape of an MLIR tensor type, under the name that arrays use."""
-
-    def __init__(self, ir_type):
-        self.shape = tuple(ir_type.shape)
 
 
 def _spec_of(x) -> tuple[Entry, ...]:
@@ -624,7 +628,9 @@ def _lower(ctx, *args, kind: str, platform: str | None, **params):
     avals = [ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
     # Under an Explicit mesh an array without a sharding is replicated: nothing to partition.
     if several and not jax.sharding.get_abstract_mesh().explicit_axes:
-        run = _partitioned(run, call, avals, axes, result_axes, reduce_missing=kind == "backward")
+        run = _partitioned(
+            run, call, avals, axes, result_axes, ctx.avals_out, reduce_missing=kind == "backward"
+        )
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=avals), *args)
 

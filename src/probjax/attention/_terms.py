@@ -107,17 +107,24 @@ def is_array(x: Any) -> bool:
 
 def as_array(x: Any, argument: str, kind: str) -> Array:
     """`x` as an array of the wanted kind ("bool", "integer", "float"), or a TypeError that names the argument."""
+    hint = {
+        ("bool", True): "; for a function of indices use masks.MaskFunction",
+        ("float", True): "; for a function of the score use biases.ScoreFunction",
+    }.get((kind, callable(x)), "")
     try:
         array = jnp.asarray(x)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{argument}: got {type(x).__name__}, want an array of {kind} dtype") from error
+        raise TypeError(f"{argument}: got {type(x).__name__}, want an array of {kind} dtype{hint}") from error
     accepted = {
         "bool": array.dtype == bool,
         "integer": jnp.issubdtype(array.dtype, jnp.integer),
         "float": jnp.issubdtype(array.dtype, jnp.floating),
     }
     if not accepted[kind]:
-        hint = "; True means attend" if kind == "bool" else ""
+        if kind == "bool":
+            hint = "; True means attend; numbers to add to the scores are a bias"
+        elif array.dtype == bool:
+            hint = "; a bool array of which pairs attend is a mask"
         raise TypeError(f"{argument}: got dtype {array.dtype}, want {kind}{hint}")
     return array
 
@@ -169,6 +176,23 @@ def head_shaped(x: Array, shape: CallShape, argument: str) -> Array:
 def free(x: Array, shape: CallShape) -> Array:
     """An array that a user's function indexes as it likes: batch axes of size 1 in front."""
     return x.reshape((1,) * len(shape.batch) + x.shape)
+
+
+def check_closure(fn: Callable, leading: int, arrays: tuple[Array, ...], argument: str) -> None:
+    """Raises TypeError if a user's function of `leading` scalars and arrays closes over a traced value.
+
+    Such a value would not reach the kernel, which is traced on its own.
+    """
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    score = jax.ShapeDtypeStruct((), jnp.float32)
+    scalars = (score, index, index, index, index)[5 - leading :]
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    closed = jax.make_jaxpr(fn)(*scalars, *structs)
+    if any(isinstance(c, jax.core.Tracer) for c in closed.consts):
+        raise TypeError(
+            f"{argument}.fn: got a function that closes over a traced value, want it passed through *arrays: "
+            "MaskFunction(fn, array) calls fn(batch, head, q_index, kv_index, array), ScoreFunction likewise"
+        )
 
 
 def over_tile(fn: Callable, tile: Tile, arrays: tuple[Array, ...], score: Array | None = None) -> Array:

@@ -20,6 +20,7 @@ from probjax.attention._terms import (
     Term,
     Tile,
     as_array,
+    check_closure,
     free,
     head_shaped,
     is_array,
@@ -279,9 +280,11 @@ class ScoreFunction(Bias):
 
     def canonical(self, shape: CallShape, argument: str) -> list[tuple[Array, Operand]]:
         axes = len(shape.batch)
+        given = tuple(jnp.asarray(x) for x in self.arrays)
+        check_closure(self.fn, 5, given, argument)
         out = []
-        for leaf in jax.tree.leaves(self.arrays):
-            x = free(jnp.asarray(leaf), shape)
+        for array in given:
+            x = free(array, shape)
             smooth = bool(jnp.issubdtype(x.dtype, jnp.floating))
             out.append((x, Operand("score_array", (None,) * (x.ndim - axes), smooth)))
         return out

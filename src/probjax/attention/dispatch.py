@@ -114,6 +114,8 @@ def choose(problem: Problem, platform: str | None) -> tuple[str, str]:
         if reason is not None:
             raise NotImplementedError(f"implementation: {spec.implementation!r} cannot run this call: {reason}")
         return spec.implementation, "named by the caller"
+    if not isinstance(problem.scores, int):
+        return "tiled", "a size is symbolic: memory must not grow with T times S"
     limit = DENSE_SCORES.get(platform or "", DENSE_SCORES_ELSEWHERE)
     if problem.scores <= limit:
         return "dense", f"{problem.scores} scores, at most {limit}: one fused dense pass is fastest"

@@ -25,6 +25,7 @@ from probjax.attention._terms import (
     Tile,
     as_array,
     batch_shaped,
+    check_closure,
     free,
     over_tile,
     register,
@@ -504,7 +505,9 @@ class MaskFunction(Mask):
         object.__setattr__(self, "arrays", arrays)
 
     def canonical(self, shape: CallShape, argument: str) -> list[tuple[Array, Operand]]:
-        arrays = [free(jnp.asarray(x), shape) for x in jax.tree.leaves(self.arrays)]
+        given = tuple(jnp.asarray(x) for x in self.arrays)
+        check_closure(self.fn, 4, given, argument)
+        arrays = [free(x, shape) for x in given]
         axes = len(shape.batch)
         return [(x, Operand("mask_array", (None,) * (x.ndim - axes), False)) for x in arrays]
 

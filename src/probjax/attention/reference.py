@@ -6,6 +6,8 @@ are JAX's own derivatives of its forward. Memory grows with T times S.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -72,15 +74,16 @@ def _attend(call: Call, operands: Arrays) -> Arrays:
     spec: AttentionSpec = call.spec
     n, batch = call.batch_ndim(operands), batch_shape(call, operands)
     # One batch axis, everything in full.
-    flat = [jnp.broadcast_to(x, (*batch, *x.shape[n:])).reshape(-1, *x.shape[n:]) for x in operands]
+    entries = math.prod(batch)
+    flat = [jnp.broadcast_to(x, (*batch, *x.shape[n:])).reshape(entries, *x.shape[n:]) for x in operands]
     query, key, value = (x.astype(accumulator(x.dtype)) for x in flat[:3])
-    entries, length, heads, _ = query.shape
+    _, length, heads, _ = query.shape
     _, width, kv_heads, _ = key.shape
     key, value = (jnp.repeat(x, heads // max(kv_heads, 1), axis=2) for x in (key, value))
     index = spec.index_at
     tile = Tile(
         batch=jnp.arange(entries) if index is None else flat[index],
-        head=jnp.arange(heads) if index is None else flat[index + 1][0] if entries else jnp.arange(heads),
+        head=jnp.arange(heads) if index is None else operands[index + 1].reshape(-1),
         query=jnp.arange(length),
         key=jnp.arange(width),
         query_length=length,
@@ -114,6 +117,7 @@ def _attend(call: Call, operands: Arrays) -> Arrays:
     total = jnp.sum(weight, axis=-1, keepdims=True) + (0 if sink is None else jnp.exp(sink - top))
     total = jnp.where(empty, 1, total)
     lse = jnp.where(empty, -INF, top + jnp.log(total))
+    weight = jnp.where(hidden, 0, weight / total)
     if spec.dropout_rate > 0:
         keep = survivors(
             flat[spec.dropout_at][:, None, None, None],
@@ -124,7 +128,7 @@ def _attend(call: Call, operands: Arrays) -> Arrays:
             tile.key,
         )
         weight = jnp.where(keep, weight / (1 - spec.dropout_rate) if spec.dropout_rate < 1 else 0, 0)
-    out = jnp.einsum("bnts,bsnv->btnv", weight / total, _clean(value), precision=HIGHEST)
+    out = jnp.einsum("bnts,bsnv->btnv", weight, _clean(value), precision=HIGHEST)
     seen = jnp.where(hidden, 0.0, 1.0).astype(out.dtype) * jnp.ones_like(weight)
     for kind, mark in ((value == INF, INF), (value == -INF, -INF), (jnp.isnan(value), jnp.nan)):
         met = jnp.einsum("bnts,bsnv->btnv", seen, kind.astype(out.dtype), precision=HIGHEST) > 0

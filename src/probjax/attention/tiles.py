@@ -97,6 +97,7 @@ class Schedule:
     table: Array | np.ndarray  # (row tiles, most visited)
     lo: Array | np.ndarray
     hi: Array | np.ndarray
+    complete: bool = False  # every query tile visits every key tile
 
     @property
     def width(self) -> int:
@@ -119,7 +120,7 @@ def schedule(tiling: Tiling, mask: Mask | None) -> Schedule:
     lo, hi = np.zeros_like(counts, dtype=np.int32), counts.astype(np.int32)
     found = None if mask is None else mask.key_range(tiling.bounds())
     if found is None:
-        return Schedule(table, lo, hi)
+        return Schedule(table, lo, hi, complete=bool(live.all()))
     visited = np.arange(width) < counts[:, None]
     first = (found[0] // tiling.columns)[:, None]
     last = (-(-found[1] // tiling.columns))[:, None]
@@ -160,6 +161,7 @@ class Batching:
     batch: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
     size: int
+    steps: int
 
     @classmethod
     def choose(cls, shapes: list[tuple[int, ...]], batch: tuple[int, ...], scores_per_entry: int) -> Batching:
@@ -170,17 +172,16 @@ class Batching:
             else:
                 groups.append([axis])
         last = math.prod(batch[a] for a in groups[-1]) if groups else 1
+        frozen = tuple(tuple(g) for g in groups)
+        if not all(isinstance(b, int) for b in batch):  # a symbolic size of jax.export: it cannot be cut
+            return cls(batch, frozen, last, 1)
         wanted = max(1, CHUNK_SCORES // max(scores_per_entry, 1))
         size = max(d for d in range(1, min(last, wanted) + 1) if last % d == 0)
-        return cls(batch, tuple(tuple(g) for g in groups), size)
+        return cls(batch, frozen, size, math.prod(batch) // size)
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(math.prod(self.batch[a] for a in group) for group in self.groups)
-
-    @property
-    def steps(self) -> int:
-        return math.prod(self.shape) // self.size
 
     def merge(self, x: Array) -> Array:
         """Merges the batch axes of an operand into groups; a group is full or 1."""
@@ -194,7 +195,7 @@ class Batching:
         if n == 0:
             return x[None]
         if self.steps == 1:
-            return x.reshape(-1, *x.shape[n:])
+            return x.reshape(math.prod(x.shape[:n]), *x.shape[n:])
         starts, sizes = self._window(x, step)
         part = read(x, starts, sizes)
         return part.reshape(-1, *x.shape[n:])
