@@ -1,140 +1,73 @@
 """Operations with kernels of their own, described once.
 
 An operation is a function of arrays whose forward, tangent and backward are computed by hand-written kernels.
-It names the axes of its operands; from that one description this module derives three primitives (forward, tangent,
-backward) with their shape rules, their derivatives, their batching rule and their sharding rule. An implementation of the
-operation then only supplies three functions on arrays.
+It names the axes of its operands; from that one description this module derives three primitives (forward,
+tangent, backward) with their shape rules, their derivatives, their batching rule and their sharding rule.
+An implementation of the operation then only supplies three functions on arrays.
 
-Layout of every operand: any number of batch axes, the same number for all operands, then the named axes of the operand.
-A batch axis has the full size or 1, and so has a named axis; 1 stands for all. `jax.vmap` adds a batch axis, of size 1
-for what is not mapped, so that nothing is copied.
+Layout of every operand: any number of batch axes, the same number for all operands, then the named axes of
+the operand. A batch axis has the full size or 1, and so has a named axis; 1 stands for all. `jax.vmap` adds
+a batch axis, of size 1 for what is not mapped, so that nothing is copied.
 
-Built on `jax.extend.core.Primitive`, not on JAX's hijax primitives: those give the same rules, but they were renamed
-between 0.11.0 and 0.11.2, while this interface has been stable for years. Nothing outside this module knows of it.
+Built on `jax.extend.core.Primitive`, not on JAX's hijax primitives: those give the same rules, but they
+were renamed between 0.11.0 and 0.11.2, while this interface has been stable for years. Nothing outside this
+module knows of it.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+
+from probjax._call import (
+    Array,
+    Arrays,
+    Call,
+    Operand,
+    Operation,
+    Output,
+    axis_sizes,
+    batch_shape,
+    full_size,
+)
+from probjax._sharding import explicit_layout, mapped_over_devices, partitioned, spec_of
+
+__all__ = [
+    "Array",
+    "Arrays",
+    "Call",
+    "Operand",
+    "Operation",
+    "Output",
+    "apply",
+    "axis_sizes",
+    "batch_shape",
+    "residual_name",
+]
 
 try:
-    # Primitives that want to know the devices when they are lowered, as a partitioned call does. JAX has no public name
-    # for this set; without it, XLA partitions the plain-JAX kernels by itself, and the others run replicated.
+    # Primitives that want to know the devices when they are lowered, as a partitioned call does. JAX has no
+    # public name for this set; without it, XLA partitions the plain-JAX kernels by itself, and the others
+    # run replicated.
     from jax._src.dispatch import prim_requires_devices_during_lowering as _needs_devices
 except ImportError:
-    _needs_devices = None
-
-Array = jax.Array
-Arrays = tuple[Array, ...]
+    _needs_devices = set()
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
-@dataclass(frozen=True)
-class Operand:
-    """One array argument: its name, its named axes, and whether derivatives flow through it.
-
-    An axis called None belongs to this operand alone: it has no partner in other operands and is never sharded.
-    """
-
-    name: str
-    axes: tuple[str | None, ...]
-    differentiable: bool = True
-
-
-@dataclass(frozen=True)
-class Output:
-    """One result: its name, its named axes and its dtype."""
-
-    name: str
-    axes: tuple[str, ...]
-    dtype: Any
-
-
-class Operation(Protocol):
-    """What an operation supplies. `call` is the frozen description of one call; `platform` is one of PLATFORMS or None.
-
-    `shardable` are the axis names that may be split over devices without communication. All of them belong to one
-    family: an axis of that family may have the full size, a divisor of it (key/value heads) or 1.
-    """
-
-    name: str
-    shardable: frozenset[str]
-
-    def forward(self, call: Call, platform: str | None, operands: Arrays) -> Arrays: ...
-
-    def tangent(
-        self, call: Call, platform: str | None, operands: Arrays, outputs: Arrays, tangents: dict[int, Array]
-    ) -> Arrays: ...
-
-    def backward(
-        self,
-        call: Call,
-        platform: str | None,
-        operands: Arrays,
-        outputs: Arrays,
-        cotangents: tuple[Array | None, ...],
-        wanted: tuple[int, ...],
-    ) -> Arrays: ...
-
-    def differentiable(self, call: Call) -> Call:
-        """The same call on an implementation in plain JAX, whose three functions JAX can differentiate."""
-        ...
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of an operation, without its arrays: hashable, so that it keys compilation caches."""
-
-    operation: Operation
-    operands: tuple[Operand, ...]
-    outputs: tuple[Output, ...]
-    spec: Any
-
-    def batch_ndim(self, operands: Sequence[Any]) -> int:
-        return operands[0].ndim - len(self.operands[0].axes)
-
-
-def batch_shape(call: Call, operands: Sequence[Any]) -> tuple[int, ...]:
-    """The full batch shape: the broadcast of all operands' batch axes."""
-    n = call.batch_ndim(operands)
-    return tuple(_full(x.shape[i] for x in operands) for i in range(n))
-
-
-def axis_sizes(call: Call, operands: Sequence[Any]) -> dict[str, int]:
-    """Size of each named axis: the full one where an operand broadcasts it."""
-    n = call.batch_ndim(operands)
-    sizes: dict[str, int] = {}
-    for operand, x in zip(call.operands, operands, strict=True):
-        for name, size in zip(operand.axes, x.shape[n:], strict=True):
-            if name is not None and sizes.get(name, 1) == 1:
-                sizes[name] = size
-    return sizes
-
-
-def _full(sizes) -> int:
-    """The size that others broadcast to: 0 wins over 1, anything else over both."""
-    sizes = set(sizes) - {1}
-    return max(sizes) if sizes else 1
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The three primitives. Arguments of `tangent`: operands, outputs, tangents of the operands listed in `active`.
-# Arguments of `backward`: operands, outputs, cotangents of the outputs listed in `present`; it returns the cotangents of
-# the operands listed in `wanted`.
+# ----------------------------------------------------------------------------------------------------------
+# The three primitives. Arguments of `tangent`: operands, outputs, tangents of the operands listed in
+# `active`. Arguments of `backward`: operands, outputs, cotangents of the outputs listed in `present`; it
+# returns the cotangents of the operands listed in `wanted`.
 
 forward_p = Primitive("probjax_forward")
 tangent_p = Primitive("probjax_tangent")
@@ -187,9 +120,9 @@ def _backward_abstract(*args, call, present, wanted):
 
 def _output_avals(call: Call, operands, everything):
     n = call.batch_ndim(operands)
-    batch = tuple(_full(x.shape[i] for x in everything) for i in range(n))
+    batch = tuple(full_size(x.shape[i] for x in everything) for i in range(n))
     sizes = axis_sizes(call, operands)
-    layout = _explicit_layout(call, operands)
+    layout = explicit_layout(call, operands)
     avals = []
     for output in call.outputs:
         shape = batch + tuple(sizes[name] for name in output.axes)
@@ -200,22 +133,27 @@ def _output_avals(call: Call, operands, everything):
     return avals
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Derivatives
 
 
 def _forward_jvp(primals, tangents, *, call):
     operands = list(primals)
-    # The names let a rematerialisation policy keep what backward needs, so that the forward kernel does not run again.
+    # The names let a rematerialisation policy keep what backward needs, so that the forward kernel does not
+    # run again.
     outputs = [
         checkpoint_name(x, residual_name(call.operation, output))
         for x, output in zip(forward_p.bind(*operands, call=call), call.outputs, strict=True)
     ]
     active = _active(call, tangents)
     if not active:
-        return outputs, [ad.Zero.from_primal_value(x) for x in outputs]
+        return outputs, [_zero_tangent(x) for x in outputs]
     moved = tangent_p.bind(*operands, *outputs, *(tangents[i] for i in active), call=call, active=active)
     return outputs, moved
+
+
+def _zero_tangent(x: Array):
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
 def residual_name(operation: Operation, output: Output) -> str:
@@ -251,9 +189,7 @@ def _tangent_jvp(primals, tangents, *, call, active):
             plain, None, tuple(operands), tuple(outputs), dict(zip(active, moves, strict=True))
         )
 
-    terms += _jvp_of_fixed(
-        of_fixed, call, operands, outputs, [jax.typeof(x) for x in result], *fixed_dots
-    )
+    terms += _jvp_of_fixed(of_fixed, call, operands, outputs, [jax.typeof(x) for x in result], *fixed_dots)
     return result, _sum_terms(terms, result)
 
 
@@ -273,17 +209,19 @@ def _backward_jvp(primals, tangents, *, call, present, wanted):
         given = _spread(cotangents, present, len(call.outputs))
         return call.operation.backward(plain, None, tuple(operands), tuple(outputs), given, wanted)
 
-    terms += _jvp_of_fixed(
-        of_fixed, call, operands, outputs, [jax.typeof(x) for x in result], *fixed_dots
-    )
+    terms += _jvp_of_fixed(of_fixed, call, operands, outputs, [jax.typeof(x) for x in result], *fixed_dots)
     return result, _sum_terms(terms, result)
 
 
 def _jvp_of_fixed(fn, call, operands, outputs, results, operand_dots, output_dots) -> list:
-    """Derivative of `fn(operands, outputs)` along those tangents that are not zero; a list of no or one term."""
+    """Derivative of `fn(operands, outputs)` along those tangents that are not zero; a list of no or one
+    term.
+    """
     values = operands + outputs
     dots = [
-        None if isinstance(dot, ad.Zero) or (i < len(operands) and not call.operands[i].differentiable) else dot
+        None
+        if isinstance(dot, ad.Zero) or (i < len(operands) and not call.operands[i].differentiable)
+        else dot
         for i, dot in enumerate(operand_dots + output_dots)
     ]
     moving = [i for i, dot in enumerate(dots) if dot is not None]
@@ -298,7 +236,7 @@ def _jvp_of_fixed(fn, call, operands, outputs, results, operand_dots, output_dot
 
     mesh = jax.typeof(operands[0]).sharding.mesh
     if mesh.explicit_axes:  # the plain-JAX code is written for arrays whose sharding is XLA's business
-        specs = [_spec(x) for x in results]
+        specs = [spec_of(x) for x in results]
         of_moving = jax.sharding.auto_axes(of_moving, axes=mesh.explicit_axes, out_sharding=tuple(specs))
 
     _, derivative = jax.jvp(of_moving, tuple(values[i] for i in moving), tuple(dots[i] for i in moving))
@@ -307,7 +245,7 @@ def _jvp_of_fixed(fn, call, operands, outputs, results, operand_dots, output_dot
 
 def _sum_terms(terms, result):
     if not terms:
-        return [ad.Zero.from_primal_value(x) for x in result]
+        return [_zero_tangent(x) for x in result]
     return [functools.reduce(jnp.add, parts) for parts in zip(*terms, strict=True)]
 
 
@@ -345,7 +283,7 @@ def _backward_transpose(gradients, *args, call, present, wanted):
     return fixed + [moved[i] if i in unknown else None for i in present]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Batching: the mapped axis becomes the first batch axis, of size 1 where it is not mapped.
 
 
@@ -357,9 +295,7 @@ def _to_front(args, dims) -> list:
 
 
 def _mapped_size(args, dims) -> int:
-    return next(
-        x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None
-    )
+    return next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
 
 
 def _widen(x: Array, size: int) -> Array:
@@ -374,7 +310,8 @@ def _forward_batch(args, dims, *, call):
 def _tangent_batch(args, dims, *, call, active):
     size = _mapped_size(args, dims)
     operands, outputs, moves = _split(call, _to_front(args, dims))
-    # A tangent has its operand's shape, so the two are mapped together; the outputs are per instance in any case.
+    # A tangent has its operand's shape, so the two are mapped together; the outputs are per instance in any
+    # case.
     for position, i in enumerate(active):
         if operands[i].shape[0] != moves[position].shape[0]:
             operands[i], moves[position] = _widen(operands[i], size), _widen(moves[position], size)
@@ -386,8 +323,9 @@ def _tangent_batch(args, dims, *, call, active):
 def _backward_batch(args, dims, *, call, present, wanted):
     size = _mapped_size(args, dims)
     operands, outputs, cotangents = _split(call, _to_front(args, dims))
-    # A gradient is wanted per instance, so an operand that is shared by the instances is widened here; where it is
-    # not mapped in a forward pass under grad, JAX maps nothing and its gradient is summed inside the kernel.
+    # A gradient is wanted per instance, so an operand that is shared by the instances is widened here;
+    # where it is not mapped in a forward pass under grad, JAX maps nothing and its gradient is summed
+    # inside the kernel.
     for i in wanted:
         operands[i] = _widen(operands[i], size)
     outputs = [_widen(x, size) for x in outputs]
@@ -398,185 +336,7 @@ def _backward_batch(args, dims, *, call, present, wanted):
     return grads, (0,) * len(grads)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sharding: batch axes and one family of shardable axes (heads) are split without communication.
-
-Entry = Any  # one entry of a PartitionSpec: None, a mesh axis name, or a tuple of them
-Layout = Callable[[tuple[int, ...], tuple[str | None, ...]], PartitionSpec]
-
-
-def _names(entry: Entry) -> tuple[str, ...]:
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
-
-
-def _choose_layout(call: Call, operands, specs: Sequence[Sequence[Entry]], mesh_shape) -> Layout:
-    """Settles how the batch axes and the shardable family are split: the first operand that splits them decides."""
-    n = call.batch_ndim(operands)
-    batch = batch_shape(call, operands)
-    sizes = axis_sizes(call, operands)
-    family = {sizes[name] for name in call.operation.shardable if name in sizes}
-    full = _family_size(call, operands)
-
-    def devices(entry: Entry) -> int:
-        return math.prod(mesh_shape[name] for name in _names(entry))
-
-    def first(candidates) -> Entry:
-        return next((entry for entry in candidates if _names(entry)), None)
-
-    def entries(i: int):
-        return (s[i] for x, s in zip(operands, specs, strict=True) if x.shape[i] == batch[i])
-
-    def family_entries():
-        for operand, x, s in zip(call.operands, operands, specs, strict=True):
-            for name, size, entry in zip(operand.axes, x.shape[n:], s[n:], strict=True):
-                if name in call.operation.shardable and size == full:
-                    yield entry
-
-    batch_entries = [first(entries(i)) for i in range(n)]
-    batch_entries = [e if batch[i] % devices(e) == 0 else None for i, e in enumerate(batch_entries)]
-    heads = first(family_entries())
-    # Each device must hold whole groups of the family, or a member that all share.
-    if heads is not None and any(size != 1 and size % devices(heads) for size in family):
-        heads = None
-    taken = {name for entry in batch_entries for name in _names(entry)}
-    if heads is not None and taken & set(_names(heads)):
-        heads = None
-
-    def layout(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> PartitionSpec:
-        lead = [batch_entries[i] if shape[i] == batch[i] else None for i in range(n)]
-        tail = [
-            heads if name in call.operation.shardable and size != 1 else None
-            for name, size in zip(axes, shape[n:], strict=True)
-        ]
-        return PartitionSpec(*lead, *tail)
-
-    return layout
-
-
-def _family_size(call: Call, operands) -> int:
-    sizes = axis_sizes(call, operands)
-    return max((sizes[name] for name in call.operation.shardable if name in sizes), default=1)
-
-
-def _explicit_layout(call: Call, operands):
-    """For mesh axes of the Explicit kind: a function from (shape, axes) to the sharding of a result."""
-    mesh = operands[0].sharding.mesh
-    if mesh.empty:
-        return lambda shape, axes: None
-    specs = [tuple(x.sharding.spec) + (None,) * (x.ndim - len(x.sharding.spec)) for x in operands]
-    layout = _choose_layout(call, operands, specs, dict(mesh.shape))
-    return lambda shape, axes: NamedSharding(mesh, layout(shape, axes))
-
-
-def _sharding_rule(call: Call, arrays, axes, results, result_axes) -> tuple[str, dict]:
-    """The rule in Shardy's einsum notation: which axes of arguments and results are split together."""
-    n = call.batch_ndim(arrays)
-    batch = tuple(_full(x.shape[i] for x in arrays) for i in range(n))
-    operands = arrays[: len(call.operands)]
-    full = _family_size(call, operands)
-    fresh = iter(range(10**6))
-    kept: list[str] = []  # factors that must not be split
-
-    def alone() -> str:
-        kept.append(f"u{next(fresh)}")
-        return kept[-1]
-
-    def letters(shape, names) -> str:
-        out = [f"b{i}" if shape[i] == batch[i] and batch[i] != 1 else alone() for i in range(n)]
-        for name, size in zip(names, shape[n:], strict=True):
-            if name not in call.operation.shardable or size == 1:
-                out.append(alone())
-            else:
-                # Axes of a smaller size (key/value heads) are a factor of their own: only `partition` knows whether
-                # they can be split along with the full ones.
-                out.append("h" if size == full else f"k{size}")
-        return " ".join(out)
-
-    left = ", ".join(letters(x.shape, a) for x, a in zip(arrays, axes, strict=True))
-    right = ", ".join(letters(x.shape, a) for x, a in zip(results, result_axes, strict=True))
-    return f"{left} -> {right}", {"need_replication_factors": tuple(kept)}
-
-
-def _partitioned(run, call: Call, arrays, axes, result_axes, results, *, reduce_missing: bool):
-    """`run` as a function that XLA's partitioner splits over devices by the rule above.
-
-    With `reduce_missing`, a result that lacks a split axis is a sum over it, and is summed over its shards.
-    """
-
-    def partition(mesh, argument_shapes, result_shapes):
-        args = argument_shapes
-        specs = [_spec_of(x) for x in args]
-        operands = args[: len(call.operands)]
-        layout = _choose_layout(call, operands, specs[: len(call.operands)], dict(mesh.shape))
-        # An operand may be shared where a cotangent is split; then the other arguments decide.
-        for position in range(len(call.operands), len(args)):
-            if any(_names(e) for x, a in zip(args, axes, strict=True) for e in layout(x.shape, a)):
-                break
-            stand_in = Call(call.operation, (Operand("", axes[position]), *call.operands), call.outputs, None)
-            layout = _choose_layout(
-                stand_in, (args[position], *operands), (specs[position], *specs[: len(operands)]), dict(mesh.shape)
-            )
-        shardings = tuple(NamedSharding(mesh, layout(x.shape, a)) for x, a in zip(args, axes, strict=True))
-        result_shardings = [layout(x.shape, a) for x, a in zip(results, result_axes, strict=True)]
-        local = _summing(run, [s.spec for s in shardings], result_shardings) if reduce_missing else run
-        return mesh, local, tuple(NamedSharding(mesh, s) for s in result_shardings), shardings
-
-    # What stands here is never run, it only says what the results look like: this function is used for several devices,
-    # and for them `partition` supplies the code.
-    function = custom_partitioning(lambda *args: tuple(jnp.zeros(x.shape, x.dtype) for x in results))
-
-    def rule(mesh, argument_types, result_types):
-        return _sharding_rule(call, arrays, axes, results, result_axes)
-
-    function.def_partition(partition=partition, sharding_rule=rule)
-    return function
-
-
-def _mapped(run, call: Call, avals, axes, result_axes, results, *, reduce_missing: bool):
-    """`run` per device where the mesh axes are Explicit: there every type carries its sharding, so nothing is asked."""
-    mesh = avals[0].sharding.mesh
-    operands = avals[: len(call.operands)]
-    layout = _choose_layout(call, operands, [_spec_of(x) for x in operands], dict(mesh.shape))
-    specs = [layout(x.shape, a) for x, a in zip(avals, axes, strict=True)]
-    result_specs = [layout(x.shape, a) for x, a in zip(results, result_axes, strict=True)]
-    local = _summing(run, specs, result_specs) if reduce_missing else run
-
-    def mapped(*args):
-        args = [jax.sharding.reshard(x, s) for x, s in zip(args, specs, strict=True)]
-        function = jax.shard_map(local, in_specs=tuple(specs), out_specs=tuple(result_specs), check_vma=False)
-        return tuple(
-            jax.sharding.reshard(x, _spec(aval)) for x, aval in zip(function(*args), results, strict=True)
-        )
-
-    return mapped
-
-
-def _spec(aval) -> PartitionSpec:
-    return PartitionSpec(*_spec_of(aval))
-
-
-def _summing(run, specs, result_specs):
-    """`run` on the shards of one device, with those results summed over devices that lack a split axis."""
-    split = {name for spec in specs for entry in spec for name in _names(entry)}
-
-    def local(*args):
-        summed = []
-        for x, spec in zip(run(*args), result_specs, strict=True):
-            missing = split - {name for entry in spec for name in _names(entry)}
-            summed.append(jax.lax.psum(x, tuple(sorted(missing))) if missing else x)
-        return tuple(summed)
-
-    return local
-
-
-def _spec_of(x) -> tuple[Entry, ...]:
-    spec = tuple(getattr(x.sharding, "spec", ()))
-    return spec + (None,) * (len(x.shape) - len(spec))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Lowering: the platform is known here, so here the implementation is chosen.
 
 
@@ -608,7 +368,9 @@ def _argument_axes(kind: str, params) -> tuple[list, list]:
         return operands, outputs
     if kind == "tangent":
         return operands + outputs + [operands[i] for i in params["active"]], outputs
-    return operands + outputs + [outputs[i] for i in params["present"]], [operands[i] for i in params["wanted"]]
+    return operands + outputs + [outputs[i] for i in params["present"]], [
+        operands[i] for i in params["wanted"]
+    ]
 
 
 def _lower(ctx, *args, kind: str, platform: str | None, **params):
@@ -619,7 +381,7 @@ def _lower(ctx, *args, kind: str, platform: str | None, **params):
     several = isinstance(context, mlir.ShardingContext) and len(context.device_assignment or ()) > 1
     mesh = ctx.avals_in[0].sharding.mesh if ctx.avals_in else jax.sharding.AbstractMesh((), ())
     if several and mesh.explicit_axes:
-        run = _mapped(
+        run = mapped_over_devices(
             run, call, ctx.avals_in, axes, result_axes, ctx.avals_out, reduce_missing=kind == "backward"
         )
         with jax.sharding.use_abstract_mesh(mesh):
@@ -628,7 +390,7 @@ def _lower(ctx, *args, kind: str, platform: str | None, **params):
     avals = [ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
     # Under an Explicit mesh an array without a sharding is replicated: nothing to partition.
     if several and not jax.sharding.get_abstract_mesh().explicit_axes:
-        run = _partitioned(
+        run = partitioned(
             run, call, avals, axes, result_axes, ctx.avals_out, reduce_missing=kind == "backward"
         )
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
@@ -646,8 +408,7 @@ def _register(primitive, kind, abstract, jvp, transpose, batch):
             return _compiled(primitive, tuple(sorted(params.items())))(*args)
 
     primitive.multiple_results = True
-    if _needs_devices is not None:
-        _needs_devices.add(primitive)
+    _needs_devices.add(primitive)
     primitive.def_impl(run_now)
     primitive.def_abstract_eval(abstract)
     ad.primitive_jvps[primitive] = jvp

@@ -1,8 +1,10 @@
-"""What masks and biases have in common: pytrees whose arrays are brought to one layout and evaluated tile by tile.
+"""What masks and biases have in common: pytrees whose arrays are brought to one layout and evaluated tile
+by tile.
 
-A mask or bias is a frozen dataclass and a pytree. `canonical` checks its arrays against the shape of the call and gives
-them the layout of an operand (`probjax._op`): batch axes, then named axes, each of full size or 1. The same object,
-rebuilt with the parts of those arrays that belong to one tile, is then evaluated on that tile.
+A mask or bias is a frozen dataclass and a pytree. `canonical` checks its arrays against the shape of the
+call and gives them the layout of an operand (`probjax._op`): batch axes, then named axes, each of full size
+or 1. The same object, rebuilt with the parts of those arrays that belong to one tile, is then evaluated on
+that tile.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ class CallShape:
 class Tile:
     """Where a tile of scores lies: shape (b, N, R, C) with b batch entries, R queries, C keys.
 
-    `batch` (b,) and `head` (N,) are the indices in the user's whole call, `query` (R,) and `key` (C,) positions.
-    `query_length` and `key_length` are T and S of the whole call.
+    `batch` (b,) and `head` (N,) are the indices in the user's whole call, `query` (R,) and `key` (C,)
+    positions. `query_length` and `key_length` are T and S of the whole call.
     """
 
     batch: Array
@@ -67,7 +69,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Where the tiles of a mask lie: first and last query of each query tile, first and last key of each key tile."""
+    """Where the tiles of a mask lie: first and last query of each query tile, first and last key of each
+    key tile.
+    """
 
     query_first: np.ndarray
     query_last: np.ndarray
@@ -84,12 +88,14 @@ class Term:
     """Base of masks and biases."""
 
     def canonical(self, shape: CallShape, argument: str) -> list[tuple[Array, Operand]]:
-        """The arrays of this object, in leaf order, in operand layout. Raises ValueError naming `argument`."""
+        """The arrays of this object, in leaf order and operand layout. Errors name `argument`."""
         raise NotImplementedError
 
 
 def register[T](cls: type[T]) -> type[T]:
-    """Makes a frozen dataclass a pytree: fields marked with `static()` are structure, the others are children."""
+    """Makes a frozen dataclass a pytree: fields marked with `static()` are structure, the others are
+    children.
+    """
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     meta = [f.name for f in fields if f.metadata.get("static")]
     data = [f.name for f in fields if not f.metadata.get("static")]
@@ -106,7 +112,9 @@ def is_array(x: Any) -> bool:
 
 
 def as_array(x: Any, argument: str, kind: str) -> Array:
-    """`x` as an array of the wanted kind ("bool", "integer", "float"), or a TypeError that names the argument."""
+    """`x` as an array of the wanted kind ("bool", "integer", "float"), or a TypeError that names the
+    argument.
+    """
     hint = {
         ("bool", True): "; for a function of indices use masks.MaskFunction",
         ("float", True): "; for a function of the score use biases.ScoreFunction",
@@ -129,7 +137,9 @@ def as_array(x: Any, argument: str, kind: str) -> Array:
     return array
 
 
-def broadcast_error(argument: str, got: tuple[int, ...], wanted: str, shape: tuple[int, ...], hint: str = "") -> ValueError:
+def broadcast_error(
+    argument: str, got: tuple[int, ...], wanted: str, shape: tuple[int, ...], hint: str = ""
+) -> ValueError:
     text = f"{argument}: got shape {got}, want a shape that broadcasts to {wanted} = {shape}"
     return ValueError(text + (f" ({hint})" if hint else ""))
 
@@ -148,7 +158,9 @@ def score_shaped(x: Array, shape: CallShape, argument: str) -> Array:
     for axis, (size, want) in enumerate(zip(x.shape, full, strict=True)):
         allowed = {1, want} | ({shape.kv_heads} if axis == head else set())
         if size not in allowed:
-            raise broadcast_error(argument, got, wanted, full, f"axis {axis} of the full shape has size {size}")
+            raise broadcast_error(
+                argument, got, wanted, full, f"axis {axis} of the full shape has size {size}"
+            )
     return x
 
 
@@ -169,7 +181,9 @@ def batch_shaped(x: Array, shape: CallShape, argument: str, wanted: str, tail: t
 def head_shaped(x: Array, shape: CallShape, argument: str) -> Array:
     """Brings a scalar or an array of one value per head to (1, ..., 1, heads)."""
     if x.ndim > 1 or (x.ndim == 1 and x.shape[0] not in (1, shape.kv_heads, shape.heads)):
-        raise ValueError(f"{argument}: got shape {x.shape}, want (N,) = ({shape.heads},), one value per query head")
+        raise ValueError(
+            f"{argument}: got shape {x.shape}, want (N,) = ({shape.heads},), one value per query head"
+        )
     return x.reshape((1,) * len(shape.batch) + (-1,))
 
 

@@ -1,6 +1,8 @@
-"""Biases: functions of the score. They compose with `+` and are applied left to right, each to the result of the last.
+"""Biases: functions of the score. They compose with `+` and are applied left to right, each to the result
+of the last.
 
-Every bias is a pytree: arrays inside it get exact gradients and tangents, and may be traced, vmapped and sharded.
+Every bias is a pytree: arrays inside it get exact gradients and tangents, and may be traced, vmapped and
+sharded.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from probjax._op import Operand
+from probjax.attention._mask import whole_tile
 from probjax.attention._terms import (
     Array,
     CallShape,
@@ -29,7 +32,6 @@ from probjax.attention._terms import (
     score_shaped,
     static,
 )
-from probjax.attention.masks import whole_tile
 
 __all__ = ["ALiBi", "Bias", "Dense", "HeadScale", "RelativePosition", "ScoreFunction", "SoftCap"]
 
@@ -37,21 +39,26 @@ __all__ = ["ALiBi", "Bias", "Dense", "HeadScale", "RelativePosition", "ScoreFunc
 class Bias(Term):
     """Base of all biases."""
 
-    #: Whether the result can be NaN for a finite score, so that hidden pairs need a select rather than a sum with -inf.
+    #: Whether the result can be NaN for a finite score: then hidden pairs need a select, not a sum with -inf.
     needs_select: bool = False
 
     def __add__(self, other: Bias) -> Bias:
         return _Chain(self, as_bias(other))
 
     def apply(self, score: Array, tile: Tile, visible: Array | None) -> Array:
-        """The score of one tile after this bias: (b, N, R, C). What it adds where `visible` is False never matters."""
+        """The score of one tile after this bias: (b, N, R, C). What it adds where `visible` is False never
+        matters.
+        """
         raise NotImplementedError
 
-    def dense(self, score: Any, query_length: int | None = None, key_value_length: int | None = None) -> Array:
+    def dense(
+        self, score: Any, query_length: int | None = None, key_value_length: int | None = None
+    ) -> Array:
         """Applies the bias to a whole score matrix, for reference and plotting.
 
         Args:
-          score: (*B, N, T, S); or a number, which stands for that score everywhere (0.0 shows an additive bias).
+          score: (*B, N, T, S); or a number, which stands for that score everywhere (0.0 shows an additive
+            bias).
           query_length: T, needed with a number.
           key_value_length: S, needed with a number.
 
@@ -62,7 +69,8 @@ class Bias(Term):
         if score.ndim < 3:
             if query_length is None or key_value_length is None:
                 raise ValueError(
-                    f"score: got shape {score.shape} and no lengths, want (*B, N, T, S), or query_length and key_value_length"
+                    f"score: got shape {score.shape} and no lengths, want (*B, N, T, S), or "
+                    "query_length and key_value_length"
                 )
             sizes = [x.shape[0] for x in jax.tree.leaves(self) if is_array(x) and x.ndim in (1, 2)]
             score = jnp.broadcast_to(score, (sizes[0] if sizes else 1, query_length, key_value_length))
@@ -99,8 +107,8 @@ class _Chain(Bias):
 
 
 def _add(score: Array, term: Array, visible: Array | None) -> Array:
-    # What a hidden pair would add may be NaN. The select is on the term, not on the score: XLA's CPU compiler fuses
-    # product, sum and softmax of a score only while no select stands between them.
+    # What a hidden pair would add may be NaN. The select is on the term, not on the score: XLA's CPU
+    # compiler fuses product, sum and softmax of a score only while no select stands between them.
     term = term.astype(score.dtype)
     return score + (term if visible is None else jnp.where(visible, term, 0))
 
@@ -123,7 +131,9 @@ class Dense(Bias):
 @register
 @dataclass(frozen=True)
 class ALiBi(Bias):
-    """Adds −slope · |i − j|. `slopes`: (N,). With a causal mask this is the bias of Press et al., arXiv:2108.12409."""
+    """Adds −slope · |i − j|. `slopes`: (N,). With a causal mask this is the bias of Press et al.,
+    arXiv:2108.12409.
+    """
 
     slopes: Any
 
@@ -143,9 +153,9 @@ class RelativePosition(Bias):
 
     Args:
       table: (N, R) or (1, R): one row per head, one column per bucket.
-      bucketing: "clip": bucket clip(j − i + R // 2, 0, R − 1), one per distance, the farthest shared (Shaw et al.,
-        arXiv:1803.02155). "t5": half the buckets for small distances, the others logarithmic up to `max_distance`
-        (Raffel et al., arXiv:1910.10683).
+      bucketing: "clip": bucket clip(j − i + R // 2, 0, R − 1), one per distance, the farthest shared (Shaw
+        et al., arXiv:1803.02155). "t5": half the buckets for small distances, the others logarithmic up to
+        `max_distance` (Raffel et al., arXiv:1910.10683).
       max_distance: distance from which on all share the last bucket; "t5" only.
       bidirectional: whether keys after the query have buckets of their own; "t5" only.
     """
@@ -184,8 +194,9 @@ class RelativePosition(Bias):
 
     def apply(self, score: Array, tile: Tile, visible: Array | None) -> Array:
         rows, columns = score.shape[-2:]
-        # Positions of a tile run on, so it holds one number per distance: look up a strip and lay it out as diagonals.
-        # Row r of the layout is the strip moved r to the right, which a reshape to one column less does.
+        # Positions of a tile run on, so it holds one number per distance: look up a strip and lay it out as
+        # diagonals. Row r of the layout is the strip moved r to the right, which a reshape to one column
+        # less does.
         width = rows + columns
         step = jnp.arange(width)
         distance = tile.key[0] - tile.query[0] + jnp.where(step < columns, step, step - width)
@@ -206,7 +217,9 @@ class HeadScale(Bias):
 
     def canonical(self, shape: CallShape, argument: str) -> list[tuple[Array, Operand]]:
         where = f"{argument}.scale"
-        return [(head_shaped(as_array(self.scale, where, "float"), shape, where), Operand("head_scale", ("H",)))]
+        return [
+            (head_shaped(as_array(self.scale, where, "float"), shape, where), Operand("head_scale", ("H",)))
+        ]
 
     def apply(self, score: Array, tile: Tile, visible: Array | None) -> Array:
         return score * tile.per_head(self.scale)[:, :, None, None].astype(score.dtype)
@@ -215,7 +228,9 @@ class HeadScale(Bias):
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
 class SoftCap(Bias):
-    """Replaces the score s by value · tanh(s / value). `value`: a positive number, or a scalar array (differentiable)."""
+    """Replaces the score s by value · tanh(s / value). `value`: a positive number, or a scalar array
+    (differentiable).
+    """
 
     value: Any
 
@@ -254,8 +269,8 @@ class SoftCap(Bias):
 class ScoreFunction(Bias):
     """Replaces the score by `fn(score, batch, head, q_index, kv_index, *arrays)`, a function of scalars.
 
-    `batch` is the index over all leading batch axes flattened. `arrays` are passed whole; they may be traced and are
-    differentiated. Keep one function object over calls, since a new one is a new program.
+    `batch` is the index over all leading batch axes flattened. `arrays` are passed whole; they may be
+    traced and are differentiated. Keep one function object over calls, since a new one is a new program.
     """
 
     fn: Callable
@@ -266,7 +281,8 @@ class ScoreFunction(Bias):
     def __init__(self, fn: Callable, *arrays: Any):
         if not callable(fn):
             raise TypeError(
-                f"fn: got {type(fn).__name__}, want a function (score, batch, head, q_index, kv_index, *arrays) -> score"
+                f"fn: got {type(fn).__name__}, want a function (score, batch, head, q_index, "
+                "kv_index, *arrays) -> score"
             )
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "arrays", arrays)

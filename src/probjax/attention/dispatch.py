@@ -1,7 +1,7 @@
 """Which implementation runs which call, as data, with the reason.
 
-An implementation is one row of `ROWS`. Only this module decides to use another one than the first choice, and only when the
-caller named none; `attention_plan` says what was chosen and why.
+An implementation is one row of `ROWS`. Only this module decides to use another one than the first choice,
+and only when the caller named none; `attention_plan` says what was chosen and why.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ ROWS: dict[str, Row] = {
     )
 }
 
-# Largest score matrix (entries over batch and heads) that `dense` runs faster than `tiled`; measured on 2 cores, see
-# docs/cpu-attention.md. Beyond it the matrix leaves the cache, and memory grows with T times S.
+# Largest score matrix (entries over batch and heads) that `dense` runs faster than `tiled`; measured on 2
+# cores, see docs/cpu-attention.md. Beyond it the matrix leaves the cache, and memory grows with T times S.
 DENSE_SCORES = {"cpu": 2**17}
 DENSE_SCORES_ELSEWHERE = 2**20
 
@@ -112,14 +112,19 @@ def choose(problem: Problem, platform: str | None) -> tuple[str, str]:
     if spec.implementation is not None:
         reason = unavailable(spec.implementation, platform) or ROWS[spec.implementation].declines(problem)
         if reason is not None:
-            raise NotImplementedError(f"implementation: {spec.implementation!r} cannot run this call: {reason}")
+            raise NotImplementedError(
+                f"implementation: {spec.implementation!r} cannot run this call: {reason}"
+            )
         return spec.implementation, "named by the caller"
     if not isinstance(problem.scores, int):
         return "tiled", "a size is symbolic: memory must not grow with T times S"
     limit = DENSE_SCORES.get(platform or "", DENSE_SCORES_ELSEWHERE)
     if problem.scores <= limit:
         return "dense", f"{problem.scores} scores, at most {limit}: one fused dense pass is fastest"
-    return "tiled", f"{problem.scores} scores, more than {limit}: tiles stay in cache and memory is linear in T and S"
+    return (
+        "tiled",
+        f"{problem.scores} scores, more than {limit}: tiles stay in cache and memory is linear in T and S",
+    )
 
 
 def unavailable(name: str, platform: str | None) -> str | None:

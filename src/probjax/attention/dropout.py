@@ -1,8 +1,9 @@
 """Dropout of attention weights by a counter-based hash.
 
-Whether the weight of (batch, head, query, key) survives is a pure function of the key and of those four numbers, in
-32-bit unsigned arithmetic that every implementation repeats: so tiles, shards, rematerialisation and `jax.vmap` do not change
-the mask. Definition, with `mix` the 32-bit finaliser of MurmurHash3 (full avalanche) and all arithmetic modulo 2**32:
+Whether the weight of (batch, head, query, key) survives is a pure function of the key and of those four
+numbers, in 32-bit unsigned arithmetic that every implementation repeats: so tiles, shards,
+rematerialisation and `jax.vmap` do not change the mask. Definition, with `mix` the 32-bit finaliser of
+MurmurHash3 (full avalanche) and all arithmetic modulo 2**32:
 
     row  = mix(mix(mix(word0 + batch * 0x9E3779B1) + head * 0x85EBCA77) + query * 0xC2B2AE3D)
     hash = mix(mix(row + key * 0x27D4EB2F) ^ word1 ^ row)
@@ -15,24 +16,31 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from probjax.attention._terms import Tile
+
 Array = jax.Array
 
 _BATCH, _HEAD, _QUERY, _KEY = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F
 
 
 def key_words(key: Array) -> Array:
-    """Two uint32 words of a JAX key (typed, or an old-style uint32 array). Raises TypeError for anything else."""
+    """Two uint32 words of a JAX key (typed, or an old-style uint32 array). Raises TypeError for anything
+    else.
+    """
     if not hasattr(key, "dtype"):
         raise TypeError(f"dropout_key: got {type(key).__name__}, want a JAX key such as jax.random.key(0)")
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if key.shape != ():
-            raise ValueError(f"dropout_key: got an array of keys of shape {key.shape}, want one key, shape ()")
+            raise ValueError(
+                f"dropout_key: got an array of keys of shape {key.shape}, want one key, shape ()"
+            )
         words = jax.random.key_data(key)
     else:
         words = jnp.asarray(key)
         if words.dtype != jnp.uint32 or words.ndim != 1:
             raise TypeError(
-                f"dropout_key: got dtype {words.dtype} and shape {words.shape}, want a JAX key such as jax.random.key(0)"
+                f"dropout_key: got dtype {words.dtype} and shape {words.shape}, want a JAX key such "
+                "as jax.random.key(0)"
             )
     while words.shape[0] > 2:  # wider keys are folded
         half = words.shape[0] // 2
@@ -56,6 +64,19 @@ def survivors(words: Array, rate: float, batch: Array, head: Array, query: Array
     row = _mix(row + query * jnp.uint32(_QUERY))
     hashed = _mix(_mix(row + key * jnp.uint32(_KEY)) ^ words[..., 1] ^ row)
     return hashed >= jnp.uint32(min(int(rate * 2.0**32), 2**32 - 1))
+
+
+def drop(weight: Array, words: Array, rate: float, tile: Tile) -> Array:
+    """Dropout of the weights of one tile, (b, N, R, C). `words`: (b, 2) or (1, 2) uint32."""
+    keep = survivors(
+        words.reshape(-1, 1, 1, 1, 2),
+        rate,
+        tile.batch[:, None, None, None],
+        tile.head[:, None, None],
+        tile.query[:, None],
+        tile.key,
+    )
+    return jnp.where(keep, weight * (1.0 / (1.0 - rate) if rate < 1.0 else 0.0), 0)
 
 
 def dropout_mask(

@@ -1,8 +1,9 @@
-"""Masks: which (query, key) pairs attend. True means attend. They compose with `&`, `|` and `~`, in any nesting.
+"""Masks: which (query, key) pairs attend. True means attend. They compose with `&`, `|` and `~`, in any
+nesting.
 
-Every mask is a pytree: arrays inside it may be traced, vmapped and sharded. Structure that is known when a program is
-traced (causal, window, block diagonal) and structure that depends on data (lengths, segments) both become ranges of tiles
-that are skipped, so that a mask costs less than no mask.
+Every mask is a pytree: arrays inside it may be traced, vmapped and sharded. Structure that is known when a
+program is traced (causal, window, block diagonal) and structure that depends on data (lengths, segments)
+both become ranges of tiles that are skipped, so that a mask costs less than no mask.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from probjax._op import Operand
+from probjax.attention._mask import Grid, Mask, Range, check_alignment, offset, static_range
 from probjax.attention._terms import (
     Array,
     Bounds,
     CallShape,
-    Term,
     Tile,
     as_array,
     batch_shaped,
@@ -45,231 +46,65 @@ __all__ = [
     "SlidingWindow",
 ]
 
-ALIGNMENTS = ("top_left", "bottom_right")
 
-Grid = tuple[np.ndarray, np.ndarray]
-Range = tuple[Array, Array]
-
-
-class Mask(Term):
-    """Base of all masks."""
-
-    def __and__(self, other: Mask) -> Mask:
-        return _And(self, _as_mask(other))
-
-    def __or__(self, other: Mask) -> Mask:
-        return _Or(self, _as_mask(other))
-
-    def __invert__(self) -> Mask:
-        return _Not(self)
-
-    def visible(self, tile: Tile) -> Array:
-        """The mask on one tile: bool, broadcastable to (b, N, R, C)."""
-        raise NotImplementedError
-
-    def grid(self, bounds: Bounds) -> Grid:
-        """Per pair of tiles, what is known without data: (may hold a visible pair, holds only visible pairs)."""
-        return bounds.grid(True), bounds.grid(False)
-
-    def key_range(self, bounds: Bounds) -> Range | None:
-        """Per query tile, what data says: first visible key and one past the last, over the batch entries at hand.
-
-        None where data says nothing. An upper bound is enough: a wider range costs time, not correctness.
-        """
-        return None
-
-    def dense(
-        self, query_length: int, key_value_length: int, *, batch: int | tuple[int, ...] = (), heads: int = 1
-    ) -> Array:
-        """The whole mask as an array, for reference and plotting.
-
-        Args:
-          query_length: T.
-          key_value_length: S.
-          batch: the leading batch axes *B of the call, an int for one axis.
-          heads: N.
-
-        Returns:
-          bool array of shape (*B, N, T, S).
-        """
-        batch = (batch,) if isinstance(batch, int) else tuple(batch)
-        shape = CallShape(batch, query_length, key_value_length, heads, heads)
-        tile, term = whole_tile(self, shape, "mask")
-        return jnp.broadcast_to(term.visible(tile), _flat(shape)).reshape(shape.full)
-
-
-def _flat(shape: CallShape) -> tuple[int, ...]:
-    return (int(np.prod(shape.batch, dtype=int)), *shape.full[len(shape.batch) :])
-
-
-def whole_tile(term: Any, shape: CallShape, argument: str) -> tuple[Tile, Any]:
-    """The whole call as one tile, and `term` with its arrays cut for it."""
-    (entries, *_), n = _flat(shape), len(shape.batch)
-    arrays = [
-        jnp.broadcast_to(x, (*shape.batch, *x.shape[n:])).reshape(entries, *x.shape[n:])
-        for x, operand in term.canonical(shape, argument)
-    ]
-    tile = Tile(
-        batch=jnp.arange(entries),
-        head=jnp.arange(shape.heads),
-        query=jnp.arange(shape.query_length),
-        key=jnp.arange(shape.key_length),
-        query_length=shape.query_length,
-        key_length=shape.key_length,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-    )
-    return tile, jax.tree.unflatten(jax.tree.structure(term), arrays)
-
-
-def _as_mask(x: Any) -> Mask:
-    if isinstance(x, Mask):
-        return x
-    if hasattr(x, "dtype"):
-        return Dense(x)
-    raise TypeError(f"a mask combines with masks and bool arrays, got {type(x).__name__}")
-
-
-def _check_alignment(alignment: str) -> None:
-    if alignment not in ALIGNMENTS:
-        raise ValueError(f"alignment: got {alignment!r}, want one of {ALIGNMENTS}")
-
-
-def _offset(alignment: str, query_length: int, key_length: int) -> int:
-    """Query i stands at key position i + offset."""
-    return key_length - query_length if alignment == "bottom_right" else 0
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Algebra
-
-
-@register
-@dataclass(frozen=True)
-class _And(Mask):
-    left: Mask
-    right: Mask
-
-    def canonical(self, shape: CallShape, argument: str) -> list[tuple[Array, Operand]]:
-        return self.left.canonical(shape, argument) + self.right.canonical(shape, argument)
-
-    def visible(self, tile: Tile) -> Array:
-        return self.left.visible(tile) & self.right.visible(tile)
-
-    def grid(self, bounds: Bounds) -> Grid:
-        (some, every), (some2, every2) = self.left.grid(bounds), self.right.grid(bounds)
-        return some & some2, every & every2
-
-    def key_range(self, bounds: Bounds) -> Range | None:
-        left, right = self.left.key_range(bounds), self.right.key_range(bounds)
-        if left is None or right is None:
-            return left or right
-        return jnp.maximum(left[0], right[0]), jnp.minimum(left[1], right[1])
-
-
-@register
-@dataclass(frozen=True)
-class _Or(Mask):
-    left: Mask
-    right: Mask
-
-    def canonical(self, shape: CallShape, argument: str) -> list[tuple[Array, Operand]]:
-        return self.left.canonical(shape, argument) + self.right.canonical(shape, argument)
-
-    def visible(self, tile: Tile) -> Array:
-        return self.left.visible(tile) | self.right.visible(tile)
-
-    def grid(self, bounds: Bounds) -> Grid:
-        (some, every), (some2, every2) = self.left.grid(bounds), self.right.grid(bounds)
-        return some | some2, every | every2
-
-    def key_range(self, bounds: Bounds) -> Range | None:
-        left, right = self.left.key_range(bounds), self.right.key_range(bounds)
-        if left is None and right is None:
-            return None
-        # The hull of both; a side of which data says nothing is bounded by its own static tiles.
-        left = _static_range(self.left, bounds) if left is None else left
-        right = _static_range(self.right, bounds) if right is None else right
-        empty_left, empty_right = left[0] >= left[1], right[0] >= right[1]
-        lo = jnp.minimum(jnp.where(empty_left, right[0], left[0]), jnp.where(empty_right, left[0], right[0]))
-        hi = jnp.maximum(jnp.where(empty_left, right[1], left[1]), jnp.where(empty_right, left[1], right[1]))
-        return lo, hi
-
-
-def _static_range(mask: Mask, bounds: Bounds) -> Range:
-    some, _ = mask.grid(bounds)
-    lo = np.where(some, bounds.key_first, bounds.key_length).min(axis=1, initial=bounds.key_length)
-    hi = np.where(some, bounds.key_last + 1, 0).max(axis=1, initial=0)
-    return jnp.asarray(lo, jnp.int32), jnp.asarray(hi, jnp.int32)
-
-
-@register
-@dataclass(frozen=True)
-class _Not(Mask):
-    inner: Mask
-
-    def canonical(self, shape: CallShape, argument: str) -> list[tuple[Array, Operand]]:
-        return self.inner.canonical(shape, argument)
-
-    def visible(self, tile: Tile) -> Array:
-        return ~self.inner.visible(tile)
-
-    def grid(self, bounds: Bounds) -> Grid:
-        some, every = self.inner.grid(bounds)
-        return ~every, ~some
-
-
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Structure known when a program is traced
 
 
 @register
 @dataclass(frozen=True)
 class Causal(Mask):
-    """Query i sees the keys up to its own position: j <= i ("top_left") or j <= i + S - T ("bottom_right")."""
+    """Query i sees the keys up to its own position: j <= i ("top_left") or j <= i + S - T "
+    "("bottom_right")."""
 
     alignment: str = static(default="top_left")
 
     def __post_init__(self) -> None:
-        _check_alignment(self.alignment)
+        check_alignment(self.alignment)
 
     def canonical(self, shape: CallShape, argument: str) -> list[tuple[Array, Operand]]:
         return []
 
     def visible(self, tile: Tile) -> Array:
-        return tile.distance() <= _offset(self.alignment, tile.query_length, tile.key_length)
+        return tile.distance() <= offset(self.alignment, tile.query_length, tile.key_length)
 
     def grid(self, bounds: Bounds) -> Grid:
-        offset = _offset(self.alignment, bounds.query_length, bounds.key_length)
-        some = bounds.key_first[None] <= bounds.query_last[:, None] + offset
-        every = bounds.key_last[None] <= bounds.query_first[:, None] + offset
+        shift = offset(self.alignment, bounds.query_length, bounds.key_length)
+        some = bounds.key_first[None] <= bounds.query_last[:, None] + shift
+        every = bounds.key_last[None] <= bounds.query_first[:, None] + shift
         return some, every
 
 
 @register
 @dataclass(frozen=True)
 class SlidingWindow(Mask):
-    """Query i sees keys from `left` before to `right` after its own position; None or -1 is no bound on that side."""
+    """Query i sees keys from `left` before to `right` after its own position; None or -1 is no bound on
+    that side.
+    """
 
     left: int | None = static(default=None)
     right: int | None = static(default=None)
     alignment: str = static(default="top_left")
 
     def __post_init__(self) -> None:
-        _check_alignment(self.alignment)
+        check_alignment(self.alignment)
         for name in ("left", "right"):
             size = getattr(self, name)
-            if size is not None and (isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < -1):
-                raise ValueError(f"{name}: got {size!r}, want a window of 0 or more keys, or None or -1 for no bound")
+            if size is not None and (
+                isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < -1
+            ):
+                raise ValueError(
+                    f"{name}: got {size!r}, want a window of 0 or more keys, or None or -1 for no bound"
+                )
 
     def canonical(self, shape: CallShape, argument: str) -> list[tuple[Array, Operand]]:
         return []
 
     def _sides(self, query_length: int, key_length: int) -> tuple[int | None, int | None]:
         """Smallest and largest visible distance j - i."""
-        offset = _offset(self.alignment, query_length, key_length)
-        low = None if self.left in (None, -1) else offset - int(self.left)  # type: ignore[arg-type]
-        high = None if self.right in (None, -1) else offset + int(self.right)  # type: ignore[arg-type]
+        shift = offset(self.alignment, query_length, key_length)
+        low = None if self.left in (None, -1) else shift - int(self.left)
+        high = None if self.right in (None, -1) else shift + int(self.right)
         return low, high
 
     def visible(self, tile: Tile) -> Array:
@@ -317,20 +152,22 @@ class BlockDiagonal(Mask):
         return (q0 <= k1) & (k0 <= q1), (q0 == q1) & (k0 == k1) & (q0 == k0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Structure that depends on data
 
 
 @register
 @dataclass(frozen=True)
 class PrefixLM(Mask):
-    """Causal, and every query sees the first `prefix_lengths` keys. `prefix_lengths`: integers, shape (*B,) or ()."""
+    """Causal, and every query sees the first `prefix_lengths` keys. `prefix_lengths`: integers, shape (*B,)
+    or ().
+    """
 
     prefix_lengths: Any
     alignment: str = static(default="top_left")
 
     def __post_init__(self) -> None:
-        _check_alignment(self.alignment)
+        check_alignment(self.alignment)
 
     def canonical(self, shape: CallShape, argument: str) -> list[tuple[Array, Operand]]:
         lengths = as_array(self.prefix_lengths, f"{argument}.prefix_lengths", "integer")
@@ -346,7 +183,7 @@ class PrefixLM(Mask):
         return bounds.grid(True), every
 
     def key_range(self, bounds: Bounds) -> Range:
-        _, causal_end = _static_range(Causal(self.alignment), bounds)
+        _, causal_end = static_range(Causal(self.alignment), bounds)
         longest = jnp.max(self.prefix_lengths, initial=0).astype(jnp.int32)
         return jnp.zeros_like(causal_end), jnp.maximum(causal_end, longest)
 
@@ -402,7 +239,9 @@ class Segments(Mask):
 
 
 def _tile_extremes(ids: Array, first: np.ndarray, last: np.ndarray) -> Range:
-    """Smallest and largest id in each tile: (b, tiles). Tiles overlap at most at the end, so they are gathered."""
+    """Smallest and largest id in each tile: (b, tiles). Tiles overlap at most at the end, so they are
+    gathered.
+    """
     width = int((last - first).max()) + 1
     index = np.minimum(first[:, None] + np.arange(width), last[:, None])
     tiles = ids[:, index]
@@ -412,12 +251,14 @@ def _tile_extremes(ids: Array, first: np.ndarray, last: np.ndarray) -> Range:
 @register
 @dataclass(frozen=True)
 class Padding(Mask):
-    """Hides keys that are padding. `valid`: lengths, integers of shape (*B,) or (), or bool of shape (*B, S)."""
+    """Hides keys that are padding. `valid`: lengths, integers of shape (*B,) or (), or bool of shape (*B,
+    S).
+    """
 
     valid: Any
 
     def _by_length(self) -> bool:
-        return bool(jnp.result_type(self.valid) != bool)
+        return not jnp.issubdtype(jnp.result_type(self.valid), jnp.bool_)
 
     def canonical(self, shape: CallShape, argument: str) -> list[tuple[Array, Operand]]:
         if self._by_length():
@@ -483,9 +324,9 @@ class Dense(Mask):
 class MaskFunction(Mask):
     """A mask by a function of indices: `fn(batch, head, q_index, kv_index, *arrays) -> bool`, on scalars.
 
-    `batch` is the index over all leading batch axes flattened. `arrays` are passed whole; they may be traced. A function
-    without arrays is evaluated when the program is traced, so that tiles it leaves empty are skipped; keep one function
-    object over calls, since a new one is a new program.
+    `batch` is the index over all leading batch axes flattened. `arrays` are passed whole; they may be
+    traced. A function without arrays is evaluated when the program is traced, so that tiles it leaves empty
+    are skipped; keep one function object over calls, since a new one is a new program.
     """
 
     fn: Callable
@@ -500,7 +341,10 @@ class MaskFunction(Mask):
 
     def __init__(self, fn: Callable, *arrays: Any):
         if not callable(fn):
-            raise TypeError(f"fn: got {type(fn).__name__}, want a function (batch, head, q_index, kv_index, *arrays) -> bool")
+            raise TypeError(
+                f"fn: got {type(fn).__name__}, want a function (batch, head, q_index, kv_index, "
+                "*arrays) -> bool"
+            )
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "arrays", arrays)
 
@@ -517,13 +361,18 @@ class MaskFunction(Mask):
     def grid(self, bounds: Bounds) -> Grid:
         if self.arrays or bounds.query_length * bounds.key_length > 2**31:
             return bounds.grid(True), bounds.grid(False)
-        key = tuple(tuple(int(i) for i in x) for x in (bounds.query_first, bounds.query_last, bounds.key_first, bounds.key_last))
+        key = tuple(
+            tuple(int(i) for i in x)
+            for x in (bounds.query_first, bounds.query_last, bounds.key_first, bounds.key_last)
+        )
         return _evaluate(self.fn, *key)
 
 
 @functools.lru_cache(maxsize=256)
 def _evaluate(fn: Callable, q_first: tuple, q_last: tuple, k_first: tuple, k_last: tuple) -> Grid:
-    """Evaluates a function of indices on every pair of a grid of tiles, if it does not look at batch or head."""
+    """Evaluates a function of indices on every pair of a grid of tiles, if it does not look at batch or
+    head.
+    """
     rows, columns = np.asarray(q_first), np.asarray(k_first)
     shape = (len(rows), len(columns))
     unknown = np.ones(shape, bool), np.zeros(shape, bool)

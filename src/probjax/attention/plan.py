@@ -39,8 +39,10 @@ class AttentionPlan:
     def __str__(self) -> str:
         lines = [
             f"{self.implementation} on {self.platform}: {self.reason}",
-            f"  tiles: {self.q_tile} queries x {self.kv_tile} keys, {self.batch_tile} batch entries at a time",
-            f"  temporary memory, about: forward {_megabytes(self.forward_bytes)}, backward {_megabytes(self.backward_bytes)}",
+            f"  tiles: {self.q_tile} queries x {self.kv_tile} keys, {self.batch_tile} batch entries "
+            "at a time",
+            f"  temporary memory, about: forward {_megabytes(self.forward_bytes)}, backward "
+            f"{_megabytes(self.backward_bytes)}",
         ]
         lines += [f"  not {name}: {reason}" for name, reason in self.rejected.items()]
         return "\n".join(lines)
@@ -69,7 +71,9 @@ def plan_of(call: Call, operands: Sequence[Any], platform: str) -> AttentionPlan
         scores = problem.heads * tiling.rows * tiling.columns
         size = Batching.choose([x.shape[:n] for x in operands], batch, scores).size
     forward, backward = _memory(problem, tiling, size, accumulator(operands[0].dtype)(0).itemsize)
-    return AttentionPlan(name, platform, tiling.rows, tiling.columns, size, forward, backward, reason, rejected)
+    return AttentionPlan(
+        name, platform, tiling.rows, tiling.columns, size, forward, backward, reason, rejected
+    )
 
 
 def _slower(name: str) -> str:
@@ -79,7 +83,8 @@ def _slower(name: str) -> str:
 def _memory(problem: dispatch.Problem, tiling: Tiling, batch: int, wide: int) -> tuple[int, int]:
     """Bytes of temporaries: tiles of scores, keys and values by head, and in backward their gradients.
 
-    The factors are those of XLA's own analysis on CPU (docs/cpu-attention.md); other platforms schedule otherwise.
+    The factors are those of XLA's own analysis on CPU (docs/cpu-attention.md); other platforms schedule
+    otherwise.
     """
     tile = batch * problem.heads * tiling.rows * tiling.columns * wide
     one = tiling.row_tiles * tiling.column_tiles == 1

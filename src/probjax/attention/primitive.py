@@ -9,6 +9,7 @@ import jax
 from probjax._op import Arrays, Call, Output
 from probjax.attention import dispatch
 from probjax.attention.spec import accumulator
+from probjax.attention.xla import TILED
 
 Array = jax.Array
 
@@ -26,7 +27,8 @@ class Attention:
         self, call: Call, platform: str | None, operands: Arrays, outputs: Arrays, tangents: dict[int, Array]
     ) -> Arrays:
         implementation = self._row(call, platform, operands).implementation
-        function = getattr(implementation, "tangent", dispatch.ROWS["tiled"].implementation.tangent)  # type: ignore[attr-defined]
+        # An implementation may leave its tangent out.
+        function = getattr(implementation, "tangent", TILED.tangent)
         return function(call, platform, operands, outputs, tangents)
 
     def backward(
@@ -54,4 +56,6 @@ ATTENTION = Attention()
 
 def outputs_for(dtype: jax.typing.DTypeLike) -> tuple[Output, Output]:
     """The two results of a call with inputs of this dtype."""
-    return Output("out", ("T", "N", "V"), jax.numpy.dtype(dtype)), Output("lse", ("T", "N"), accumulator(dtype))
+    return Output("out", ("T", "N", "V"), jax.numpy.dtype(dtype)), Output(
+        "lse", ("T", "N"), accumulator(dtype)
+    )

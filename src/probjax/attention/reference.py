@@ -1,7 +1,7 @@
 """The oracle of the tests: dense attention at highest precision, written as directly as it can be.
 
-It shares the masks and biases with the other implementations but none of their tile mathematics; its tangent and backward
-are JAX's own derivatives of its forward. Memory grows with T times S.
+It shares the masks and biases with the other implementations but none of their tile mathematics; its
+tangent and backward are JAX's own derivatives of its forward. Memory grows with T times S.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from probjax._op import Arrays, Call, batch_shape
 from probjax.attention._terms import Tile
-from probjax.attention.dropout import survivors
+from probjax.attention.dropout import drop
 from probjax.attention.spec import AttentionSpec, accumulator
 
 Array = jax.Array
@@ -52,7 +52,9 @@ class Reference:
             found = _attend(call, _replaced(operands, wanted, moved))
             return tuple(jnp.broadcast_to(x, y.shape) for x, y in zip(found, outputs, strict=True))
 
-        given = tuple(jnp.zeros_like(x) if ct is None else ct for x, ct in zip(outputs, cotangents, strict=True))
+        given = tuple(
+            jnp.zeros_like(x) if ct is None else ct for x, ct in zip(outputs, cotangents, strict=True)
+        )
         _, pull = jax.vjp(of_wanted, *(operands[i] for i in wanted))
         # Where nothing is visible, a cotangent of NaN must not reach anything.
         empty = outputs[1] == -INF
@@ -97,7 +99,9 @@ def _attend(call: Call, operands: Arrays) -> Arrays:
     mask = spec.mask_of(flat)
     visible = jnp.ones((1, 1, length, width), bool) if mask is None else mask.visible(tile)
     score = jnp.where(visible, score, 0)
-    score = score * (floats[spec.scale_at].reshape(-1, 1, 1, 1) if spec.scale_at is not None else spec.scale)
+    score = score * spec.scale
+    if spec.scale_at is not None:
+        score = score * floats[spec.scale_at].reshape(-1, 1, 1, 1)
     bias = spec.bias_of(floats)
     if bias is not None and 0 not in score.shape:
         score = bias.apply(score, tile, visible)
@@ -118,16 +122,8 @@ def _attend(call: Call, operands: Arrays) -> Arrays:
     total = jnp.where(empty, 1, total)
     lse = jnp.where(empty, -INF, top + jnp.log(total))
     weight = jnp.where(hidden, 0, weight / total)
-    if spec.dropout_rate > 0:
-        keep = survivors(
-            flat[spec.dropout_at][:, None, None, None],
-            spec.dropout_rate,
-            tile.batch[:, None, None, None],
-            tile.head[:, None, None],
-            tile.query[:, None],
-            tile.key,
-        )
-        weight = jnp.where(keep, weight / (1 - spec.dropout_rate) if spec.dropout_rate < 1 else 0, 0)
+    if spec.dropout_at is not None:
+        weight = drop(weight, flat[spec.dropout_at], spec.dropout_rate, tile)
     out = jnp.einsum("bnts,bsnv->btnv", weight, _clean(value), precision=HIGHEST)
     seen = jnp.where(hidden, 0.0, 1.0).astype(out.dtype) * jnp.ones_like(weight)
     for kind, mark in ((value == INF, INF), (value == -INF, -INF), (jnp.isnan(value), jnp.nan)):

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from probjax.attention._mask import Mask
 from probjax.attention.biases import Bias
-from probjax.attention.masks import Mask
 
 Array = jax.Array
 
@@ -18,7 +18,8 @@ QUERY, KEY, VALUE = 0, 1, 2  # positions of the first operands; the others follo
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What every implementation receives besides the arrays. Fields ending in `_at` are positions of operands.
+    """What every implementation receives besides the arrays. Fields ending in `_at` are positions of
+    operands.
 
     `mask` and `bias` are tree structures whose leaves are the operands from `mask_at` and `bias_at` on.
     `plain` asks for an implementation that JAX can differentiate.
@@ -28,7 +29,7 @@ class AttentionSpec:
     mask_at: int = 0
     bias: Any = None
     bias_at: int = 0
-    scale: float | None = None  # None: the operand at `scale_at`
+    scale: float = 1.0  # times the operand at `scale_at`, if there is one
     scale_at: int | None = None
     sinks_at: int | None = None
     dropout_rate: float = 0.0

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from probjax.attention._mask import Mask
 from probjax.attention._terms import Bounds
-from probjax.attention.masks import Mask
 
 Array = jax.Array
 
-# Measured on 2 cores, S 1024 and 4096, H 8, D 64 (docs/cpu-attention.md): 256 x 256 is the fastest or within 5 % of it for
-# forward and backward, plain and causal, and leaves the scores of a tile in cache.
+# Measured on 2 cores, S 1024 and 4096, H 8, D 64 (docs/cpu-attention.md): 256 x 256 is the fastest or
+# within 5 % of it for forward and backward, plain and causal, and leaves the scores of a tile in cache.
 ROWS = 256
 SCORES = ROWS * 256
 # Scores of one tile over all heads and batch entries at hand: more than this many leave the cache.
@@ -23,7 +23,9 @@ CHUNK_SCORES = 2**21
 
 
 def _even(length: int, wanted: int) -> int:
-    """A tile size near `wanted` that cuts `length` into tiles that overlap as little as possible, a multiple of 8."""
+    """A tile size near `wanted` that cuts `length` into tiles that overlap as little as possible, a
+    multiple of 8.
+    """
     if length <= wanted:
         return length
     count = math.ceil(length / wanted)
@@ -32,7 +34,9 @@ def _even(length: int, wanted: int) -> int:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tiles of one call. Tile i of the queries starts at min(i * rows, T - rows): the last one overlaps its neighbour."""
+    """Tiles of one call. Tile i of the queries starts at min(i * rows, T - rows): the last one overlaps its
+    neighbour.
+    """
 
     query_length: int
     key_length: int
@@ -105,13 +109,15 @@ class Schedule:
 
 
 def static_live(tiling: Tiling, mask: Mask | None) -> np.ndarray:
-    """Which tiles may hold a visible pair, as far as is known without data: bool (row tiles, column tiles)."""
+    """Which tiles may hold a visible pair, as far as known without data: bool (row tiles, column tiles)."""
     bounds = tiling.bounds()
     return bounds.grid(True) if mask is None else mask.grid(bounds)[0]
 
 
 def schedule(tiling: Tiling, mask: Mask | None) -> Schedule:
-    """The tiles to visit. `mask` holds its arrays for the batch entries at hand; data narrows the list at run time."""
+    """The tiles to visit. `mask` holds its arrays for the batch entries at hand; data narrows the list at
+    run time.
+    """
     live = static_live(tiling, mask)
     counts = live.sum(axis=1)
     width = max(int(counts.max(initial=0)), 1)
@@ -129,7 +135,7 @@ def schedule(tiling: Tiling, mask: Mask | None) -> Schedule:
     return Schedule(table, before, upto)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Slices. Start indices are int32 whatever the flags of JAX: no axis is longer.
 
 Starts = list[Array | int]
@@ -146,7 +152,7 @@ def add(total: Array, part: Array, starts: Starts) -> Array:
     return jax.lax.dynamic_update_slice(total, old + part.astype(total.dtype), index)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Chunks of the batch
 
 
@@ -154,8 +160,8 @@ def add(total: Array, part: Array, starts: Starts) -> Array:
 class Batching:
     """The batch axes of a call merged into as few groups as possible, and how many entries run at a time.
 
-    Neighbouring axes merge when every operand has both in full or both as 1. `shape` are the sizes of the groups, and
-    a chunk is `size` entries of the last group and one of each other.
+    Neighbouring axes merge when every operand has both in full or both as 1. `shape` are the sizes of the
+    groups, and a chunk is `size` entries of the last group and one of each other.
     """
 
     batch: tuple[int, ...]
@@ -226,7 +232,9 @@ class Batching:
 
 
 def _wide(shape: tuple[int, ...], axes: list[int], batch: tuple[int, ...]) -> bool | None:
-    """Whether an operand has these batch axes in full; None where they all have size 1 and it cannot be told."""
+    """Whether an operand has these batch axes in full; None where they all have size 1 and it cannot be
+    told.
+    """
     sizes = [(shape[a], batch[a]) for a in axes if batch[a] != 1]
     return None if not sizes else all(s == b for s, b in sizes)
 
