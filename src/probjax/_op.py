@@ -183,13 +183,12 @@ def _tangent_jvp(primals, tangents, *, call, active):
         terms.append(tangent_p.bind(*operands, *outputs, *dots, call=call, active=linear))
 
     # In the operands it is not linear: that derivative is taken of the plain-JAX implementation.
-    def of_fixed(operands, outputs):
-        plain = call.operation.differentiable(call)
-        return call.operation.tangent(
-            plain, None, tuple(operands), tuple(outputs), dict(zip(active, moves, strict=True))
-        )
+    plain = call.operation.differentiable(call)
 
-    terms += _jvp_of_fixed(of_fixed, call, operands, outputs, [jax.typeof(x) for x in result], *fixed_dots)
+    def plain_tangent(operands, outputs, moves):
+        return call.operation.tangent(plain, None, operands, outputs, dict(zip(active, moves, strict=True)))
+
+    terms += _jvp_of_fixed(plain_tangent, call, (operands, outputs, moves), fixed_dots, result)
     return result, _sum_terms(terms, result)
 
 
@@ -204,40 +203,46 @@ def _backward_jvp(primals, tangents, *, call, present, wanted):
         dots = [dot for dot in cotangent_dots if not isinstance(dot, ad.Zero)]
         terms.append(backward_p.bind(*operands, *outputs, *dots, call=call, present=linear, wanted=wanted))
 
-    def of_fixed(operands, outputs):
-        plain = call.operation.differentiable(call)
-        given = _spread(cotangents, present, len(call.outputs))
-        return call.operation.backward(plain, None, tuple(operands), tuple(outputs), given, wanted)
+    plain = call.operation.differentiable(call)
 
-    terms += _jvp_of_fixed(of_fixed, call, operands, outputs, [jax.typeof(x) for x in result], *fixed_dots)
+    def plain_backward(operands, outputs, cotangents):
+        given = _spread(cotangents, present, len(call.outputs))
+        return call.operation.backward(plain, None, operands, outputs, given, wanted)
+
+    terms += _jvp_of_fixed(plain_backward, call, (operands, outputs, cotangents), fixed_dots, result)
     return result, _sum_terms(terms, result)
 
 
-def _jvp_of_fixed(fn, call, operands, outputs, results, operand_dots, output_dots) -> list:
-    """Derivative of `fn(operands, outputs)` along those tangents that are not zero; a list of no or one
-    term.
+def _jvp_of_fixed(fn, call, arguments, fixed_dots, result) -> list:
+    """Derivative of `fn(operands, outputs, others)` along those tangents of operands and outputs that are not zero.
+
+    Returns a list of one term or none.
     """
-    values = operands + outputs
-    dots = [
-        None
-        if isinstance(dot, ad.Zero) or (i < len(operands) and not call.operands[i].differentiable)
-        else dot
-        for i, dot in enumerate(operand_dots + output_dots)
+    operands, outputs, others = arguments
+    n, m = len(operands), len(outputs)
+    values = [*operands, *outputs, *others]
+    dots = [dot for part in fixed_dots for dot in part]
+    moving = [
+        i
+        for i, dot in enumerate(dots)
+        if not isinstance(dot, ad.Zero) and (i >= n or call.operands[i].differentiable)
     ]
-    moving = [i for i, dot in enumerate(dots) if dot is not None]
     if not moving:
         return []
+
+    def of_all(*values):
+        return tuple(fn(tuple(values[:n]), tuple(values[n : n + m]), values[n + m :]))
+
+    mesh = jax.typeof(operands[0]).sharding.mesh
+    if mesh.explicit_axes:  # the plain-JAX code is written for arrays whose sharding is XLA's business
+        specs = tuple(spec_of(jax.typeof(x)) for x in result)
+        of_all = jax.sharding.auto_axes(of_all, axes=mesh.explicit_axes, out_sharding=specs)
 
     def of_moving(*moved):
         filled = list(values)
         for i, x in zip(moving, moved, strict=True):
             filled[i] = x
-        return tuple(fn(filled[: len(operands)], filled[len(operands) :]))
-
-    mesh = jax.typeof(operands[0]).sharding.mesh
-    if mesh.explicit_axes:  # the plain-JAX code is written for arrays whose sharding is XLA's business
-        specs = [spec_of(x) for x in results]
-        of_moving = jax.sharding.auto_axes(of_moving, axes=mesh.explicit_axes, out_sharding=tuple(specs))
+        return of_all(*filled)
 
     _, derivative = jax.jvp(of_moving, tuple(values[i] for i in moving), tuple(dots[i] for i in moving))
     return [derivative]
