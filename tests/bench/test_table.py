@@ -30,6 +30,15 @@ def test_rows_show_times_quartiles_and_ratios_within_the_run(console):
     assert any(line[0] == "torch_sdpa" and "1.00x" in line for line in shown)
 
 
+def test_a_narrow_terminal_leaves_out_error_and_memory_but_no_figure_of_time(console):
+    console.width = 78
+    print_rows(console, [row("probjax_default", 512, 1234.5)], group=GROUP, line=("seq",), peers=PEERS)
+    text = console.file.getvalue()
+    assert "…" not in text
+    assert "1111-1358" in text
+    assert "3e-07" not in text
+
+
 def test_what_ran_behind_the_default_is_named(console):
     rows = [
         row("probjax_default", 512, 2.0, implementation="tiled"),

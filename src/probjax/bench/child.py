@@ -164,7 +164,7 @@ class Child:
             return
         self._process.send_signal(signal.SIGSTOP)
         if hasattr(os, "waitid"):
-            # Returns when the last thread stands still or the process has ended; the end stays Popen's to see.
+            # Returns when the last thread stands still or the process has ended, which Popen still learns.
             os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         self._cpu_when_stopped = cpu_seconds(self.pid)
 

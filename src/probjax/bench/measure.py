@@ -8,6 +8,7 @@ machine meets all of them alike and ratios stay honest.
 import gc
 import math
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,21 @@ _WARM_BELOW_S = 0.05
 _MAX_INNER = 1000
 # Fewer samples than this give no quartiles worth printing; a budget that runs out does not go below it.
 MIN_SAMPLES = 3
+
+
+_stop = threading.Event()
+
+
+def request_stop() -> None:
+    """Make the next `check_stop` raise KeyboardInterrupt."""
+    _stop.set()
+
+
+def check_stop() -> None:
+    """Raise KeyboardInterrupt when a stop was requested and has not been raised yet."""
+    if _stop.is_set():
+        _stop.clear()
+        raise KeyboardInterrupt
 
 
 class Unavailable(Exception):
@@ -200,6 +216,7 @@ def interleave(
     samples: dict[str, Samples] = {}
 
     def attempt(action: Callable[[Prepared], None], peer: Prepared) -> None:
+        check_stop()
         if peer.impl in broken:
             return
         drain()

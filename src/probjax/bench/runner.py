@@ -1,12 +1,15 @@
 """The loop over a suite's cells: prepare, check, time, write; budget, progress and interruption."""
 
+import contextlib
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from probjax.bench.measure import (
     Cell,
@@ -16,8 +19,10 @@ from probjax.bench.measure import (
     Prepared,
     Skipped,
     Unavailable,
+    check_stop,
     describe,
     interleave,
+    request_stop,
 )
 from probjax.bench.results import ResultFile
 
@@ -58,11 +63,9 @@ class Bar:
     def __init__(self, console: Console, works: Sequence[float]) -> None:
         self._progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            BarColumn(bar_width=20),
+            TextColumn("{task.percentage:>3.0f}%, left"),
+            TimeRemainingColumn(compact=True),
             console=console,
             transient=True,
             # Drawn between samples only: a thread that draws by the clock would disturb what is timed.
@@ -101,14 +104,17 @@ class CostModel:
     def guess(self, cell: Cell) -> float:
         """Return the seconds that a cell should take; zero when nothing is known yet.
 
-        Preparing does not shrink with the work, so that a cell counts at least as much as a known smaller
-        one.
+        The time is taken to be a constant (compiling) plus something in proportion to the work, from the two
+        known cells nearest in work; where only one is known, half of its time counts as constant.
         """
         alike = [entry for entry in self._known if entry[0] == cell.kind] or self._known
         if not alike:
             return 0.0
-        _, work, seconds = min(alike, key=lambda entry: abs(entry[1] - cell.work))
-        return seconds * max(1.0, cell.work / work)
+        near = sorted(alike, key=lambda entry: abs(entry[1] - cell.work))
+        _, work, seconds = near[0]
+        other = next((entry for entry in near if entry[1] != work), None)
+        slope = (seconds - other[2]) / (work - other[1]) if other else seconds / 2 / work
+        return max(0.0, seconds + max(0.0, slope) * (cell.work - work))
 
 
 def measure_cell(
@@ -143,12 +149,13 @@ def measure_cell(
     prepared: list[Prepared] = []
     try:
         for impl in impls:
-            bar.show(f"{cell.title}: preparing {impl}")
+            bar.show(f"{cell.title}: {impl}")
+            check_stop()
             deadline.check()
             ready = _prepare(suite, impl, cell, rows[impl])
             if ready is not None:
                 prepared.append(ready)
-            bar.show(f"{cell.title}: preparing {impl}", _PREPARE_SHARE / len(impls))
+            bar.show(f"{cell.title}: {impl}", _PREPARE_SHARE / len(impls))
         share = (1 - _PREPARE_SHARE) / settings.repeats
         bar.show(f"{cell.title}: timing")
         samples, broken = interleave(
@@ -201,16 +208,44 @@ def _prepare(suite: Suite, impl: str, cell: Cell, row: dict[str, Any]) -> Prepar
 
 @contextmanager
 def interruptible(results: ResultFile) -> Iterator[None]:
-    """Keep what was measured when the user presses Ctrl-C, and note the interruption in the file."""
+    """Keep what was measured at Ctrl-C or a request to terminate, and note the interruption in the file."""
     begin = time.monotonic()
     try:
-        yield
+        with _signals():
+            yield
     except KeyboardInterrupt:
         results.annotate(interrupted=True)
         raise
     finally:
         results.annotate(seconds=round(time.monotonic() - begin, 1))
         results.save()
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """Turn SIGINT and SIGTERM into KeyboardInterrupt, and do not let one be lost.
+
+    An exception raised while a finalizer or a callback of JAX runs is dropped by Python; the request is then
+    met at the next step of the loop.
+    """
+
+    def interrupt(number: int, frame: Any) -> None:
+        request_stop()
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    old = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except KeyboardInterrupt:
+        with contextlib.suppress(KeyboardInterrupt):
+            check_stop()
+        raise
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def run_cells(

@@ -1,6 +1,6 @@
 """The tables that a benchmark run prints."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -43,8 +43,25 @@ def _times(value: float | None) -> Text:
     return Text(f"{value:.2f}x" if value < 100 else f"{value:.0f}x", style="green" if value >= 1 else "red")
 
 
-def _bytes(value: float | None) -> str:
+def _error(row: Row) -> str:
+    error = row.get("rel_err")
+    return "" if error is None else f"{error:.0e}"
+
+
+def _temporary(row: Row) -> str:
+    value = row.get("xla_temp_mb")
     return "" if value is None else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+# Columns that a narrow terminal leaves out; they are in the file.
+_DETAILS: dict[str, Callable[[Row], str]] = {"error": _error, "temp MB": _temporary}
+_WIDE = 90
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.title_justify = "left"
+    return table
 
 
 def print_rows(
@@ -64,16 +81,17 @@ def print_rows(
     rows = [row for row in rows if row.get("status") != "unavailable"]
     cell = (*group, *line)
     times = {peer: peer_times(rows, cell, peer) for peer in peers}
+    details = _DETAILS if console.width >= _WIDE else {}
     for key in dict.fromkeys(tuple(row.get(name) for name in group) for row in rows):
         title = ", ".join(f"{name} {value}" for name, value in zip(group, key, strict=True))
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table = _table(title)
         for name in line:
-            table.add_column(name, justify="right")
+            table.add_column(name, justify="right", no_wrap=True)
         table.add_column("implementation", no_wrap=True)
-        for name in ("median ms", "q1-q3 ms", *(f"vs {peer}" for peer in peers), "error", "temp MB"):
+        for name in ("median ms", "q1-q3 ms", *(f"vs\n{peer}" for peer in peers), *details):
             table.add_column(name, justify="right", no_wrap=True)
         members = [row for row in rows if tuple(row.get(name) for name in group) == key]
-        _fill(table, members, cell, line, times)
+        _fill(table, members, cell, line, times, details)
         console.print(table)
 
 
@@ -83,6 +101,7 @@ def _fill(
     cell: Sequence[str],
     line: Sequence[str],
     times: Mapping[str, Mapping[tuple[Any, ...], float]],
+    details: Mapping[str, Callable[[Row], str]],
 ) -> None:
     previous: tuple[Any, ...] | None = None
     for row in rows:
@@ -93,19 +112,15 @@ def _fill(
         previous = here
         name = _label(row)
         if row.get("status", "ok") != "ok":
-            table.add_row(
-                *shown, name, Text(row["status"], style="yellow"), *[""] * (len(times) + 3), style="dim"
-            )
+            table.add_row(*shown, name, Text(row["status"], style="yellow"), style="dim")
             continue
-        error = row.get("rel_err")
         table.add_row(
             *shown,
             name,
             _number(row["median_ms"]),
             f"{_number(row['q1_ms'])}-{_number(row['q3_ms'])}",
             *(_times(ratio(row, times[peer], _cell_key(row, cell))) for peer in times),
-            "" if error is None else f"{error:.0e}",
-            _bytes(row.get("xla_temp_mb")),
+            *(show(row) for show in details.values()),
         )
 
 
@@ -139,9 +154,7 @@ def print_summary(
     if not ours:
         return
     across = sorted({row[column] for row in ours})
-    table = Table(
-        title=f"{impl}: times faster than", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
-    )
+    table = _table(f"{impl}: times faster than")
     for name in ("peer", *group):
         table.add_column(name, no_wrap=True)
     for value in across:
@@ -179,7 +192,7 @@ def print_list(console: Console, rows: Sequence[Row], *, title: str, columns: Se
     if not rows:
         return
     shown = [name for name in columns if any(row.get(name) is not None for row in rows)]
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = _table(title)
     for name in shown:
         table.add_column(name, justify="right" if any(_is_number(row.get(name)) for row in rows) else "left")
     for row in rows:
