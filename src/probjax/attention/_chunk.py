@@ -196,12 +196,20 @@ class Chunk:
             return visit(At(i, 0), carry)
         if plan.complete:
             return lax.fori_loop(np.int32(0), np.int32(plan.width), lambda j, c: visit(At(i, j), c), carry)
-        table, lo, hi = (jnp.asarray(x)[i] for x in (plan.table, plan.lo, plan.hi))
-        if not self.plain:
-            return lax.fori_loop(lo, hi, lambda n, c: visit(At(i, table[n]), c), carry)
+        lo, hi, base = (jnp.asarray(x)[i] for x in (plan.lo, plan.hi, plan.base))
+        row = None if plan.table is None else jnp.asarray(plan.table)[i]
 
-        def body(n: Array, c: Carry) -> Carry:
-            return visit(At(i, table[n], live=(n >= lo) & (n < hi)), c)
+        def tile(n: Array) -> Array:
+            return n if row is None else row[n]
+
+        if not self.plain:
+            return lax.fori_loop(lo, hi, lambda n, c: visit(At(i, tile(n)), c), carry)
+
+        # JAX differentiates loops of static length: those tiles that data excludes are visited and add
+        # nothing.
+        def body(step: Array, c: Carry) -> Carry:
+            n = base + step
+            return visit(At(i, tile(n), live=(n >= lo) & (n < hi)), c)
 
         return lax.fori_loop(np.int32(0), np.int32(plan.width), body, carry)
 

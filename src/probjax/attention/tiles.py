@@ -96,16 +96,17 @@ def _start(i: Array | int, size: int, length: int) -> Array | int:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which key tiles each query tile visits: those listed in `table[i, lo[i]:hi[i]]`."""
+    """Which key tiles query tile i visits: those from `lo[i]` to `hi[i]`, of `table[i]` if there is a table.
 
-    table: Array | np.ndarray  # (row tiles, most visited)
-    lo: Array | np.ndarray
+    A table is needed where the tiles of a row do not run on; without it, lo and hi are tile numbers.
+    """
+
+    lo: Array | np.ndarray  # (row tiles,)
     hi: Array | np.ndarray
+    base: np.ndarray  # (row tiles,): `lo` as far as it is known without data
+    width: int  # the most tiles that a row visits
+    table: np.ndarray | None = None  # (row tiles, width)
     complete: bool = False  # every query tile visits every key tile
-
-    @property
-    def width(self) -> int:
-        return self.table.shape[1]
 
 
 def static_live(tiling: Tiling, mask: Mask | None) -> np.ndarray:
@@ -115,24 +116,30 @@ def static_live(tiling: Tiling, mask: Mask | None) -> np.ndarray:
 
 
 def schedule(tiling: Tiling, mask: Mask | None) -> Schedule:
-    """The tiles to visit. `mask` holds its arrays for the batch entries at hand; data narrows the list at
-    run time.
-    """
+    """The tiles to visit. `mask` holds its arrays for the batch entries at hand: data narrows the list."""
     live = static_live(tiling, mask)
     counts = live.sum(axis=1)
     width = max(int(counts.max(initial=0)), 1)
-    # Stable sort puts the live tiles first, in order; the rest of a row is never visited.
-    table = np.argsort(~live, axis=1, kind="stable")[:, :width].astype(np.int32)
-    lo, hi = np.zeros_like(counts, dtype=np.int32), counts.astype(np.int32)
+    start = live.argmax(axis=1)
+    end = start + counts
+    together = np.arange(live.shape[1])
+    table = None
+    if not (live == ((together >= start[:, None]) & (together < end[:, None]))).all():
+        # A stable sort puts the live tiles first, in order; the rest of a row is never visited.
+        table = np.argsort(~live, axis=1, kind="stable")[:, :width].astype(np.int32)
+        start, end = np.zeros_like(counts), counts
+    lo, hi = start.astype(np.int32), end.astype(np.int32)
     found = None if mask is None else mask.key_range(tiling.bounds())
     if found is None:
-        return Schedule(table, lo, hi, complete=bool(live.all()))
+        return Schedule(lo, hi, lo, width, table, complete=bool(live.all()))
+    first = (found[0] // tiling.columns).astype(jnp.int32)
+    last = (-(-found[1] // tiling.columns)).astype(jnp.int32)
+    if table is None:
+        return Schedule(jnp.maximum(lo, first), jnp.minimum(hi, last), lo, width)
     visited = np.arange(width) < counts[:, None]
-    first = (found[0] // tiling.columns)[:, None]
-    last = (-(-found[1] // tiling.columns))[:, None]
-    before = jnp.sum(visited & (table < first), axis=1, dtype=jnp.int32)
-    upto = jnp.sum(visited & (table < last), axis=1, dtype=jnp.int32)
-    return Schedule(table, before, upto)
+    before = jnp.sum(visited & (table < first[:, None]), axis=1, dtype=jnp.int32)
+    upto = jnp.sum(visited & (table < last[:, None]), axis=1, dtype=jnp.int32)
+    return Schedule(before, upto, lo, width, table)
 
 
 # ----------------------------------------------------------------------------------------------------------
