@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-# A call longer than this needs no untimed call before its sample: caches and clocks are warm after its first
-# part.
-_WARM_BELOW_S = 0.05
+# A call shorter than this gets an untimed call before its sample: the first call after another program that
+# freed much memory is slower (155 -> 243 ms was seen), which would charge one row with its neighbour's habits.
+_WARM_BELOW_S = 0.3
 _MAX_INNER = 1000
 # Fewer samples than this give no quartiles worth printing; a budget that runs out does not go below it.
 MIN_SAMPLES = 3
