@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 # A call shorter than this gets an untimed call before its sample: the first call after another program that
-# freed much memory is slower (155 -> 243 ms was seen), which would charge one row with its neighbour's habits.
+# freed much memory is slower (155 -> 243 ms was seen), and would charge one row with its neighbour's habits.
 _WARM_BELOW_S = 0.3
 _MAX_INNER = 1000
 # Fewer samples than this give no quartiles worth printing; a budget that runs out does not go below it.
