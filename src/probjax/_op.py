@@ -214,7 +214,7 @@ def _backward_jvp(primals, tangents, *, call, present, wanted):
 
 
 def _jvp_of_fixed(fn, call, arguments, fixed_dots, result) -> list:
-    """Derivative of `fn(operands, outputs, others)` along the tangents of operands and outputs that are not zero.
+    """Derivative of `fn(operands, outputs, others)` along the nonzero tangents of operands and outputs.
 
     Returns a list of one term or none.
     """
