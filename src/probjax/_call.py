@@ -41,10 +41,12 @@ class Operation(Protocol):
     `shardable` are the axis names that may be split over devices without communication. All of them belong
     to one
     family: an axis of that family may have the full size, a divisor of it (key/value heads) or 1.
+    `linear` are the operands in which the outputs are linear together, whatever the others are.
     """
 
     name: str
     shardable: frozenset[str]
+    linear: frozenset[int]
 
     def forward(self, call: Call, platform: str | None, operands: Arrays) -> Arrays: ...
 

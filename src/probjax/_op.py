@@ -262,6 +262,26 @@ def _spread(values, positions, length) -> tuple:
     return tuple(out)
 
 
+def _forward_transpose(cotangents, *args, call):
+    unknown = tuple(i for i, x in enumerate(args) if ad.is_undefined_primal(x))
+    present = tuple(i for i, ct in enumerate(cotangents) if not isinstance(ct, ad.Zero))
+    if not call.operation.linear.issuperset(unknown):
+        names = ", ".join(call.operands[i].name for i in unknown if i not in call.operation.linear)
+        raise NotImplementedError(f"{call.operation.name} is not linear in {names}: it has no transpose")
+    if not present:
+        return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in args]
+    operands = [jnp.zeros(x.aval.shape, x.aval.dtype) if i in unknown else x for i, x in enumerate(args)]
+    outputs = forward_p.bind(*_same_varying(operands), call=call)
+    found = backward_p.bind(
+        *_same_varying([*operands, *outputs, *(cotangents[i] for i in present)]),
+        call=call,
+        present=present,
+        wanted=unknown,
+    )
+    grads = dict(zip(unknown, found, strict=True))
+    return [grads.get(i) for i in range(len(args))]
+
+
 def _tangent_transpose(cotangents, *args, call, active):
     operands, outputs, moves = _split(call, args)
     unknown = tuple(i for i, x in zip(active, moves, strict=True) if ad.is_undefined_primal(x))
@@ -417,8 +437,7 @@ def _register(primitive, kind, abstract, jvp, transpose, batch):
     primitive.def_impl(run_now)
     primitive.def_abstract_eval(abstract)
     ad.primitive_jvps[primitive] = jvp
-    if transpose is not None:
-        ad.primitive_transposes[primitive] = transpose
+    ad.primitive_transposes[primitive] = transpose
     batching.primitive_batchers[primitive] = batch
     mlir.register_lowering(primitive, functools.partial(_lower, kind=kind, platform=None))
     for platform in PLATFORMS:
@@ -426,6 +445,6 @@ def _register(primitive, kind, abstract, jvp, transpose, batch):
         mlir.register_lowering(primitive, rule, platform=platform)
 
 
-_register(forward_p, "forward", _forward_abstract, _forward_jvp, None, _forward_batch)
+_register(forward_p, "forward", _forward_abstract, _forward_jvp, _forward_transpose, _forward_batch)
 _register(tangent_p, "tangent", _tangent_abstract, _tangent_jvp, _tangent_transpose, _tangent_batch)
 _register(backward_p, "backward", _backward_abstract, _backward_jvp, _backward_transpose, _backward_batch)

@@ -8,7 +8,7 @@ import jax
 
 from probjax._op import Arrays, Call, Output
 from probjax.attention import dispatch
-from probjax.attention.spec import accumulator
+from probjax.attention.spec import VALUE, accumulator
 from probjax.attention.xla import TILED
 
 Array = jax.Array
@@ -19,6 +19,7 @@ class Attention:
 
     name = "attention"
     shardable = frozenset({"N", "K", "H"})
+    linear = frozenset({VALUE})
 
     def forward(self, call: Call, platform: str | None, operands: Arrays) -> Arrays:
         return self._row(call, platform, operands).implementation.forward(call, platform, operands)
