@@ -39,8 +39,7 @@ class Operation(Protocol):
     PLATFORMS or None.
 
     `shardable` are the axis names that may be split over devices without communication. All of them belong
-    to one
-    family: an axis of that family may have the full size, a divisor of it (key/value heads) or 1.
+    to one family: an axis of it may have the full size, a divisor of that (key/value heads) or 1.
     `linear` are the operands in which the outputs are linear together, whatever the others are.
     """
 
