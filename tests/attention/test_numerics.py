@@ -1,5 +1,7 @@
 """Acceptance cases G and the bounds on rounding errors in every dtype."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,7 +66,7 @@ def test_float32_does_not_grow_further(implementation, variant):
     strict(implementation, variant, 4096)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["causal", "bias", "window", "cap-and-sinks"])
 def test_g10_float64(implementation, variant):
     call = Call(**qkv((1,), 300, 300, 2, D=16), **VARIANTS[variant](300))
     check(implementation, call, "float64", tolerance=2e-14)
@@ -82,9 +84,14 @@ def errors(got, want):
     return {name: np.abs(got[name] - want[name]).max() for name in names}
 
 
-def plain_half(call, dtype):
-    """What a dense computation with everything in `dtype` gives for the same call (softmax in float32)."""
-    call = cast(call, dtype)
+def half_call(variant, D):
+    return Call(**qkv((1,), 256, 256, 2, D=D), **VARIANTS[variant](256))
+
+
+@functools.cache
+def errors_of_plain_half(variant, dtype, D):
+    """Errors of the dense computation of JAX, which has no cotangent of the log-sum-exp."""
+    call = cast(half_call(variant, D), dtype)
     visible = call.visible()[:, :1] if call.mask is not None or call.is_causal else None
     arrays = {name: jnp.asarray(getattr(call, name), dtype) for name in ("query", "key", "value")}
 
@@ -93,30 +100,25 @@ def plain_half(call, dtype):
         bias = None if call.bias is None else jnp.asarray(call.bias, dtype)
         return jax.nn.dot_product_attention(**arrays, mask=mask, bias=bias)
 
+    ct = cotangents(call, dtype)[0]
     out, pull = jax.vjp(attend, arrays)
-    grads = pull(jnp.asarray(cotangents(call, dtype)[0], out.dtype))[0]
-    return {name: np.asarray(x).astype(np.float64) for name, x in {"out": out, **grads}.items()}
+    grads = pull(jnp.asarray(ct, out.dtype))[0]
+    got = {name: np.asarray(x).astype(np.float64) for name, x in {"out": out, **grads}.items()}
+    return errors(got, {"out": forward(call).out, **gradients(call, ct)})
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("variant", ["plain", "causal", "bias"])
-@pytest.mark.parametrize("D", [64, 256])
-def test_g9_half_types_against_a_dense_half_computation(implementation, variant, dtype, D):
-    call = Call(**qkv((1,), 256, 256, 2, D=D), **VARIANTS[variant](256))
+@pytest.mark.parametrize(("variant", "D"), [("plain", 64), ("plain", 256), ("causal", 64), ("bias", 64)])
+def test_g9_half_types_against_a_dense_half_computation(implementation, variant, D, dtype):
+    call = half_call(variant, D)
     want = expected(call, dtype)
-    # The plain computation has no log-sum-exp, so it is measured without that cotangent.
-    reference = errors(plain_half(call, dtype), output_only(call, dtype))
+    reference = errors_of_plain_half(variant, dtype, D)
     got = errors(solve(implementation, call, dtype), want)
     for name, error in got.items():
         rounding = float(jnp.finfo(dtype).eps) * np.abs(want[name]).max() / 2
         assert error <= 2 * max(reference[name], rounding), (
             f"{name}: {error:.3g}, dense {reference[name]:.3g}"
         )
-
-
-def output_only(call, dtype):
-    call = cast(call, dtype)
-    return {"out": forward(call).out, **gradients(call, cotangents(call, dtype)[0])}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -123,32 +123,32 @@ def options(draw, lead, T, S, N, K):
     return {name: made[name]() for name in sorted(chosen)}
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(call=calls(biased=False, optional=False))
 def test_masks(implementation, call):
     check(implementation, call)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(call=calls(masked=False, optional=False))
 def test_biases(implementation, call):
     check(implementation, call)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(call=calls())
 @example(call=Call(**qkv((), 1, 1, 1)))
 def test_everything_together(implementation, call):
     check(implementation, call, tolerance=4e-6)
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(call=calls())
 def test_everything_in_float64(implementation, call):
     check(implementation, call, "float64")
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(call=calls(), dtype=st.sampled_from(["bfloat16", "float16"]))
 def test_everything_in_half(implementation, call, dtype):
     check(implementation, call, dtype)

@@ -70,6 +70,7 @@ def test_an_interruption_keeps_the_cells_measured_so_far(tmp_path, fake_torch, n
     assert data["runs"][0]["interrupted"] is True
     assert all(row["status"] == "ok" for row in data["results"])
     assert "jax_xla" in out
+    assert "written: out.json" in out
     # The same command with --append goes on where it stopped.
     some = ",".join(map(str, range(8, 12)))
     again = probjax("bench", "attention", *words({**fields, "seqs": some, "append": True}), cwd=tmp_path)

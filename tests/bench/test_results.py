@@ -79,6 +79,8 @@ def test_another_machine_is_refused(tmp_path):
     path = tmp_path / "x.json"
     make(path).add([row()])
     before = path.read_text()
+    with pytest.raises(ValueError, match="processor"):
+        make(path, append=True, device={name: value for name, value in DEVICE.items() if name != "processor"})
     with pytest.raises(ValueError, match=r"processor 'P', here it is 'Q'.*--output"):
         make(path, append=True, device={**DEVICE, "processor": "Q"})
     assert path.read_text() == before
@@ -113,13 +115,11 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     assert os.listdir(tmp_path) == ["x.json"]
 
 
-def test_a_file_of_the_reference_program_can_be_continued(tmp_path):
-    """It has no runs, status, tag or sections."""
+def test_a_file_with_less_in_it_can_be_continued(tmp_path):
+    """Rows of the reference program have no status and no tag, its files no runs."""
     path = tmp_path / "x.json"
     old = {"impl": "a", "seq": 1, "median_ms": 1.0}
-    path.write_text(
-        json.dumps({"device": {"jax": "1"}, "config": {"seqs": "9"}, "results": [old], "note": "mine"})
-    )
+    path.write_text(json.dumps({"device": DEVICE, "config": {"seqs": "9"}, "results": [old], "note": "mine"}))
     results = make(path, append=True)
     assert results.measured(row())
     results.add([row(seq=2)])
@@ -127,6 +127,14 @@ def test_a_file_of_the_reference_program_can_be_continued(tmp_path):
     assert data["note"] == "mine"
     assert data["configs"] == [{"seqs": "9"}]
     assert data["results"] == [old, row(seq=2)]
+
+
+def test_a_path_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
+    with pytest.raises(ValueError, match="is a folder"):
+        make(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot make the folder"):
+        make(tmp_path / "file" / "x.json")
 
 
 def test_sections(tmp_path):

@@ -25,13 +25,15 @@ class ResultFile:
       key: the row columns that together name one measurement.
 
     Raises:
-      ValueError: when the file that should be continued is no result file or came from another machine.
+      ValueError: when the file that should be continued is no result file or came from another machine, or
+        when the path cannot be written.
     """
 
     def __init__(self, path: Path, device: Mapping[str, Any], *, append: bool, key: Sequence[str]) -> None:
         self.path = path
         self._key = tuple(key)
         self._data: dict[str, Any] = {"device": dict(device), "config": None, "runs": [], "results": []}
+        _require_writable(path)
         self._backup = path.exists() and not append
         if path.exists() and append:
             self._data = self._load(device)
@@ -50,9 +52,9 @@ class ResultFile:
         data = read_results(self.path)
         old = data["device"]
         for name in _SAME_MACHINE:
-            if name in old and old[name] != device.get(name):
+            if old.get(name) != device.get(name):
                 raise ValueError(
-                    f"append: {self.path} was measured with {name} {old[name]!r}, here it is"
+                    f"append: {self.path} was measured with {name} {old.get(name)!r}, here it is"
                     f" {device.get(name)!r}; times of the two do not compare: give another --output"
                 )
         data.setdefault("runs", [])
@@ -62,6 +64,11 @@ class ResultFile:
     def run(self) -> int:
         """The number of this run in the file; rows of one run were measured interleaved."""
         return self._run["run"]
+
+    @property
+    def load_average(self) -> list[float] | None:
+        """The system's load when the run began."""
+        return self._run["load_average"]
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -115,7 +122,6 @@ class ResultFile:
         if self._backup:
             os.replace(self.path, self.path.with_name(self.path.name + ".bak"))
             self._backup = False
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self._data, indent=2, allow_nan=False)
         handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
         try:
@@ -131,6 +137,18 @@ class ResultFile:
         except BaseException:
             Path(name).unlink(missing_ok=True)
             raise
+
+
+def _require_writable(path: Path) -> None:
+    """Raise ValueError for a path that cannot be written: before an hour of measuring, not after it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"output: cannot make the folder of {path} ({error.strerror})") from None
+    if path.is_dir():
+        raise ValueError(f"output: {path} is a folder, wanted the name of a file")
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"output: no permission to write into {path.parent}")
 
 
 def read_results(path: Path) -> dict[str, Any]:

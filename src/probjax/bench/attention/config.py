@@ -141,7 +141,7 @@ _REFERENCE: tuple[Mapping[str, Any], ...] = (
     {"variants": "causal", "seqs": "512,2048", "dtypes": "bfloat16"},
 )
 # Ordered by what a first look needs most: the budget drops from the end.
-_QUICK_ROWS = "probjax_default,xla_dense,xla_tiled,jax_xla,torch_sdpa"
+_QUICK_ROWS = "probjax_default,xla_tiled,jax_xla,torch_sdpa"
 _QUICK: tuple[Mapping[str, Any], ...] = (
     {"seqs": "1024", "impls": _QUICK_ROWS},
     {"seqs": "512", "impls": _QUICK_ROWS},

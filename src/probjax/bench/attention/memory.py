@@ -9,7 +9,8 @@ library.
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,26 @@ def _limit(pid: int, limit_bytes: int) -> None:
 
 
 class _Case:
-    """A child process with one compiled case; `inputs` and `run` are its two steps."""
+    """A child process with one compiled case; `inputs` and `run` are its two steps.
 
-    def __init__(self, child: Child, inputs: Callable[[], None], run: Callable[[], None]) -> None:
-        self.child, self.inputs, self.run = child, inputs, run
+    All steps share one time limit of `timeout` seconds.
+    """
+
+    def __init__(self, child: Child, inputs: dict[str, Any], run: dict[str, Any], timeout: float) -> None:
+        self.child, self._inputs, self._run = child, inputs, run
+        self._end = time.monotonic() + timeout
+
+    def ask(self, **message: Any) -> None:
+        """Send one request within what is left of the time."""
+        self.child.request(max(1e-3, self._end - time.monotonic()), **message)
+
+    def inputs(self) -> None:
+        """Make the inputs."""
+        self.ask(**self._inputs)
+
+    def run(self) -> None:
+        """Call once."""
+        self.ask(**self._run)
 
 
 @contextmanager
@@ -72,8 +89,9 @@ def _case(impl: str, cell: AttentionCell, *, timeout: float, torch_python: str |
 @contextmanager
 def _jax_case(impl: str, cell: AttentionCell, timeout: float, _: str | None) -> Iterator[_Case]:
     with Child([sys.executable, "-m", "probjax.bench.attention.memory_child"], pause=False) as child:
-        child.request(timeout, op="compile", impl=impl, cell=cell.columns())
-        yield _Case(child, lambda: _ask(child, timeout, op="inputs"), lambda: _ask(child, timeout, op="run"))
+        case = _Case(child, {"op": "inputs"}, {"op": "run"}, timeout)
+        case.ask(op="compile", impl=impl, cell=cell.columns())
+        yield case
 
 
 @contextmanager
@@ -82,12 +100,7 @@ def _torch_case(_: str, cell: AttentionCell, timeout: float, torch_python: str |
     with child, tempfile.TemporaryDirectory(prefix="probjax-bench-") as folder:
         path = Path(folder) / "inputs.npz"
         write_inputs(cell, make_inputs(cell), path)
-        load = load_message(cell, path)
-        yield _Case(child, lambda: _ask(child, timeout, **load), lambda: _ask(child, timeout, op="first"))
-
-
-def _ask(child: Child, timeout: float, **message: Any) -> None:
-    child.request(timeout, **message)
+        yield _Case(child, load_message(cell, path), {"op": "first"}, timeout)
 
 
 def peak_row(impl: str, cell: AttentionCell, *, timeout: float, torch_python: str | None) -> dict[str, Any]:
@@ -96,7 +109,7 @@ def peak_row(impl: str, cell: AttentionCell, *, timeout: float, torch_python: st
     Args:
       impl: row label.
       cell: the cell.
-      timeout: seconds for each step of the child.
+      timeout: seconds for the child.
       torch_python: an interpreter with torch.
 
     Returns:
@@ -125,7 +138,7 @@ def fits(impl: str, cell: AttentionCell, *, limit: int, timeout: float, torch_py
       impl: row label.
       cell: the cell.
       limit: bytes that the process may take on top of what it has after start-up and compilation.
-      timeout: seconds for each step of the child.
+      timeout: seconds for the child.
       torch_python: an interpreter with torch.
 
     Returns:
@@ -161,7 +174,7 @@ def max_fit_row(
       impl: row label.
       cells: cells that differ in their sequence length only.
       limit: see `fits`.
-      timeout: seconds for each step of a child.
+      timeout: seconds for each child.
       torch_python: an interpreter with torch.
 
     Returns:

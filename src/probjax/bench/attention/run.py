@@ -62,7 +62,7 @@ def run_attention(
         if torch is not None:
             torch.close()
     _report_dropped(console, dropped)
-    console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
+    _report_load(console, results.load_average)
     return path
 
 
@@ -114,6 +114,7 @@ def _measure(
                 results.annotate(dropped=dropped)
     finally:
         _print(console, results)
+        console.print(f"written: {results.path}", markup=False, soft_wrap=True)
     return dropped
 
 
@@ -140,10 +141,10 @@ def _order(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _print(console: Console, results: ResultFile) -> None:
-    """Print the tables of this run."""
-    rows = [row for row in results.rows if row.get("run") == results.run]
+    """Print the tables of this run, or of the whole file when it had everything already."""
+    rows = [row for row in results.rows if row.get("run") == results.run] or results.rows
     if rows:
-        line = ("seq",) if len({row["tag"] for row in rows}) == 1 else ("seq", "tag")
+        line = ("seq",) if len({row.get("tag") for row in rows}) == 1 else ("seq", "tag")
         ordered = sorted(rows, key=_order)
         print_rows(console, ordered, group=_GROUP, line=line, peers=PEERS)
         print_summary(console, ordered, group=_GROUP[:4], column="seq", impl="probjax_default", peers=PEERS)
@@ -154,6 +155,16 @@ def _print(console: Console, results: ResultFile) -> None:
         if found:
             print_list(console, found, title=section, columns=columns)
             print_reasons(console, [row for row in found if row["status"] == "unavailable"])
+
+
+def _report_load(console: Console, load: list[float] | None) -> None:
+    """Say so when something else used the machine: ratios then hold less well than the quartiles suggest."""
+    if load is not None and load[0] > 0.5 * cores_used():
+        console.print(
+            f"the machine was busy: load average {load[0]:.1f} on {cores_used()} cores before the run;"
+            " times are noisy and ratios less certain",
+            style="yellow",
+        )
 
 
 def _report_dropped(console: Console, dropped: Sequence[dict[str, Any]]) -> None:
