@@ -1,18 +1,21 @@
 # Everything a new user needs: `make test`, `make bench`. The environment is made on first use, in .venv, from the
-# pins in constraints.txt, and again when pyproject.toml or constraints.txt change.
+# pins in constraints.txt, and again when pyproject.toml or constraints.txt change; the native library is built in
+# csrc/build, and again when csrc/ changes. Without a C++ compiler everything runs on plain JAX.
 SHELL := bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
 BIN := .venv/bin
 STAMP := .venv/.ready
+NATIVE := csrc/build/.ready
+CSRC := $(shell find csrc -path csrc/build -prune -o -type f -print)
 # pytest-xdist workers; `make test WORKERS=0` runs in one process.
 WORKERS ?= auto
 # More arguments for pytest or for the benchmark: make test ARGS="-k causal -x"
 ARGS ?=
 RESULTS := bench-results
 
-.PHONY: help setup test test-all lint format bench clean
+.PHONY: help setup native test test-all lint format bench clean
 
 help:
 	@echo "make test       the quick tests"
@@ -21,7 +24,8 @@ help:
 	@echo "make format     what ruff can mend by itself"
 	@echo "make bench      attention against JAX and PyTorch in at most three minutes, with a report"
 	@echo "make setup      only the environment (.venv)"
-	@echo "make clean      removes the environment, caches and bench-results"
+	@echo "make native     only the native library (csrc/build); fails where it cannot be built"
+	@echo "make clean      removes the environment, the native library, caches and bench-results"
 
 setup: $(STAMP)
 
@@ -30,15 +34,24 @@ $(STAMP): pyproject.toml constraints.txt
 	@python=$$(scripts/find-python) || exit 1; \
 	echo "Setting up .venv with $$python (about a minute)"; \
 	$(BIN)/python -c 'import pip' 2>/dev/null || "$$python" -m venv --clear .venv
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt hatchling editables
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
+	@tools="scikit-build-core ninja"; command -v cmake >/dev/null || tools="$$tools cmake"; \
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt $$tools
+	@PROBJAX_NATIVE=0 $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
 	    --no-build-isolation -e '.[dev]'
 	@touch $@
 
-test: $(STAMP)
+# Where it cannot be built, this says so once and goes on; what does not compile is an error.
+$(NATIVE): $(STAMP) scripts/native $(CSRC)
+	@scripts/native --optional
+	@mkdir -p $(@D) && touch $@
+
+native: $(STAMP)
+	@scripts/native
+
+test: $(NATIVE)
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
-test-all: $(STAMP)
+test-all: $(NATIVE)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "" $(ARGS)
 
 lint: $(STAMP)
@@ -50,7 +63,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)
+bench: $(NATIVE)
 	@mkdir -p $(RESULTS)
 	@export PROBJAX_TORCH_PYTHON="$$(scripts/find-torch)"; \
 	if [ -z "$$PROBJAX_TORCH_PYTHON" ]; then \
@@ -62,4 +75,4 @@ bench: $(STAMP)
 	@$(BIN)/probjax report $(RESULTS)/attention.json -o $(RESULTS)/attention.html
 
 clean:
-	rm -rf .venv $(RESULTS) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv csrc/build $(RESULTS) .pytest_cache .ruff_cache .mypy_cache .hypothesis

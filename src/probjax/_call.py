@@ -67,6 +67,10 @@ class Operation(Protocol):
         """The same call on an implementation in plain JAX, whose three functions JAX can differentiate."""
         ...
 
+    def portable(self, call: Call) -> Call:
+        """The same call for a program that is exported: it must not need this package to run."""
+        ...
+
 
 @dataclass(frozen=True)
 class Call:

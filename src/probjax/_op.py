@@ -399,6 +399,8 @@ def _argument_axes(kind: str, params) -> tuple[list, list]:
 
 
 def _lower(ctx, *args, kind: str, platform: str | None, **params):
+    if ctx.module_context.lowering_parameters.for_export:
+        params["call"] = params["call"].operation.portable(params["call"])
     run = _runner(kind, platform, params)
     call: Call = params["call"]
     context = ctx.module_context.axis_context

@@ -114,9 +114,10 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _info(arguments: argparse.Namespace) -> int:
+    from probjax import _native
     from probjax.bench.machine import info_lines
 
-    lines = info_lines(arguments.torch_python)
+    lines = [*info_lines(arguments.torch_python), ("native library", _native.describe())]
     width = max(len(topic) for topic, _ in lines)
     for topic, text in lines:
         print(f"{topic:<{width}}  {text}")

@@ -1,35 +1,57 @@
 """Every attention test that takes `implementation` runs once for each of them.
 
 Compiling dominates the time of these tests. So of the cases on `reference` and `dense`, which share masks or
-tile mathematics with the others, the quick suite runs every third of each test function; the rest are marked
-slow. `make test-all` runs them all.
+tile mathematics with the others, the quick suite runs every eighth of each test function, and of functions
+with one case every other; the rest are marked slow. `make test-all` runs them all.
 """
 
 from collections import defaultdict
 
+import jax
 import pytest
 
-from oracle import IMPLEMENTATIONS
+from oracle import PARAMETERS
 
 THINNED = {"reference": 0, "dense": 1}
-EVERY = 3
+EVERY = 8
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
+@pytest.fixture(params=PARAMETERS)
 def implementation(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+    """Compiled programs of a module are of no use to the next one, and there are hundreds of megabytes."""
+    yield
+    jax.clear_caches()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "score_function: with a function of the score, which the C++ kernels cannot call"
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     cases = defaultdict(list)
+    kept, dropped = [], []
     for item in items:
         callspec = getattr(item, "callspec", None)
         name = callspec.params.get("implementation") if callspec is not None else None
         if name in THINNED:
             cases[item.path, item.originalname, name].append(item)  # type: ignore[attr-defined]
-    for (_, _, name), same in cases.items():
-        kept = THINNED[name] if len(same) > THINNED[name] else 0
+        impossible = name == "native" and item.get_closest_marker("score_function")
+        (dropped if impossible else kept).append(item)
+    functions: dict = {}
+    for (path, function, name), same in cases.items():
+        turn = functions.setdefault((path, function), len(functions))
         for number, item in enumerate(same):
-            if number % EVERY != kept:
+            left_out = turn % 2 != THINNED[name] if len(same) == 1 else number % EVERY != THINNED[name]
+            if left_out:
                 item.add_marker(pytest.mark.slow)
+    items[:] = kept
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import probjax
-from oracle import Call, agree, biases, check, dense_attention, masks, normal, qkv, solve
+from oracle import Call, agree, biases, cases, check, dense_attention, masks, normal, qkv, solve
 
 CASES = {
     "C1": lambda: Call(**qkv((4,)), bias=normal(4, 2, 6, 7)),
@@ -48,6 +48,11 @@ CASES = {
         bias=biases.HeadScale(1 + normal(4)) + biases.SoftCap(2.0) + biases.ALiBi(abs(normal(4)))
         + biases.Dense(normal(1, 2, 6, 1)) + biases.gated_score(normal(4), normal(7)),
     ),
+    "composed-without-functions": lambda: Call(
+        **qkv((2,), N=4, K=2), logits_soft_cap=5.0, sinks=normal(4), scale=0.8, is_causal=True,
+        bias=biases.HeadScale(1 + normal(4)) + biases.SoftCap(2.0) + biases.ALiBi(abs(normal(4)))
+        + biases.Dense(normal(1, 2, 6, 1)) + biases.RelativePosition(normal(4, 5)),
+    ),
     "composed-other-order": lambda: Call(
         **qkv((2,)),
         bias=biases.Dense(normal(1, 1, 6, 7)) + biases.SoftCap(0.7) + biases.HeadScale(normal(2)),
@@ -58,13 +63,23 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+WITH_FUNCTIONS = (
+    "C6-table",
+    "C6-pair",
+    "function",
+    "function-grouped",
+    "composed",
+    "composed-two-batch-axes",
+)
+
+
+@pytest.mark.parametrize("case", cases(CASES, *WITH_FUNCTIONS))
 def test_case(implementation, case):
     check(implementation, CASES[case]())
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize("case", ["C1-batch-1", "composed"])
+@pytest.mark.parametrize("case", cases(["C1-batch-1", "composed", "composed-without-functions"], "composed"))
 def test_case_in_other_dtypes(implementation, case, dtype):
     check(implementation, CASES[case](), dtype)
 
@@ -79,7 +94,7 @@ MULTI_TILE = {
 }
 
 
-@pytest.mark.parametrize("case", MULTI_TILE)
+@pytest.mark.parametrize("case", cases(MULTI_TILE, "function"))
 def test_over_several_tiles(implementation, case):
     call = Call(**qkv((2,), 560, 560, 2), bias=MULTI_TILE[case](560), is_causal=True)
     check(implementation, call, tolerance=4e-6)
@@ -196,6 +211,7 @@ def test_bias_changes_with_its_position_in_the_sum(implementation):
     assert np.abs(one["out"] - two["out"]).max() > 1e-2
 
 
+@pytest.mark.score_function
 def test_integer_arrays_in_a_score_function(implementation):
     """Integer arrays beside float ones: used, and the float ones still get their gradient."""
     ids, table = jnp.array([0, 2, 1, 2, 0, 1, 1]), jnp.asarray(normal(2, 3), jnp.float32)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import probjax
-from oracle import IMPLEMENTATIONS, Call, agree, biases, compare, expected, masks, normal, qkv, solve
+from oracle import AVAILABLE, Call, agree, biases, cases, compare, expected, masks, normal, qkv, solve
 
 KEY = jax.random.key(7)
 
@@ -43,7 +43,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("case", CALLS)
+@pytest.mark.parametrize("case", cases(CALLS, "function"))
 def test_value_and_gradients(implementation, case):
     same(implementation, CALLS[case]())
 
@@ -56,15 +56,13 @@ def test_float64(implementation):
     "sizes", [{}, {"T": 530, "S": 600, "B": 1}, {"B": 3, "N": 1, "T": 1, "S": 40}], ids=str
 )
 def test_k2_every_implementation_draws_the_same_mask(sizes):
-    first, *others = (kept(name, **sizes) for name in IMPLEMENTATIONS)
+    first, *others = (kept(name, **sizes) for name in AVAILABLE)
     for other in others:
         np.testing.assert_array_equal(first, other)
 
 
 def test_k2_outputs_agree():
-    first, *others = (
-        solve(name, Call(**qkv((2,), 3, 4, 2, D=8)), dropout=(0.4, KEY)) for name in IMPLEMENTATIONS
-    )
+    first, *others = (solve(name, Call(**qkv((2,), 3, 4, 2, D=8)), dropout=(0.4, KEY)) for name in AVAILABLE)
     for other in others:
         for name in ("out", "query", "key", "value"):
             agree(other[name], first[name], 2e-6, name=name)

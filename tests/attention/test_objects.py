@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import probjax
-from oracle import Call, Sizes, agree, biases, check, masks, normal, qkv, solve
+from oracle import Call, Sizes, agree, biases, cases, check, masks, normal, qkv, solve
 
 SIZES = Sizes((2,), 6, 7, 4, 2)
 IDS = np.array([[0, 0, 1, 1, 2, 2, 2], [5, 5, 5, 5, 5, 0, 0]])
@@ -91,7 +91,7 @@ def test_dense_bias_is_that_of_the_oracle(name, x64):
     agree(BIASES[name].object().dense(jnp.asarray(score)), BIASES[name].apply(score, SIZES), 1e-14)
 
 
-@pytest.mark.parametrize("name", BIASES)
+@pytest.mark.parametrize("name", cases(BIASES, "function", "pair"))
 def test_bias_in_a_call(implementation, name):
     call = Call(**qkv(N=4, K=2), bias=BIASES[name], mask=masks.Padding([7, 4]))
     check(implementation, call, tolerance=4e-6)

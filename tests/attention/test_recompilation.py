@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import probjax
-from oracle import normal, qkv
+from oracle import cases, normal, qkv
 from probjax import biases, masks
 
 ARRAYS = {name: jnp.asarray(x, "float32") for name, x in qkv((2,), 6, 6, 2).items()}
@@ -50,7 +50,7 @@ VALUES = {
 STATIC = ("dropout_rate", "local_window_size")
 
 
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("name", cases(VALUES, "score function"))
 def test_new_values_do_not_trace_again(name):
     traces = []
 
@@ -85,7 +85,7 @@ class Compilations:
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
 
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("name", cases(VALUES, "score function"))
 def test_eager_calls_compile_once(implementation, name):
     """Without jit around: the second and third call, with other values, compile nothing."""
 

@@ -58,17 +58,17 @@ def alone(implementation):
     return jax.jit(jax.value_and_grad(mapped_loss(implementation), FLOATS))
 
 
-SUBSETS = [
-    *[(name,) for name in ARGUMENTS],
+SUBSETS = [("query",), ("lengths",), ("bias",), ("value", "mask", "scale"), ("sinks", "lengths"), ARGUMENTS]
+SLOW_SUBSETS = [
+    *[(name,) for name in ARGUMENTS if (name,) not in SUBSETS],
     ("query", "bias"),
     ("key", "value"),
-    ("value", "mask", "scale"),
-    ("sinks", "lengths"),
-    ARGUMENTS,
 ]
 
 
-@pytest.mark.parametrize("subset", SUBSETS, ids="+".join)
+@pytest.mark.parametrize(
+    "subset", [*SUBSETS, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW_SUBSETS)], ids="+".join
+)
 def test_d12_vmap_of_any_subset(implementation, subset):
     """vmap(value_and_grad) over some arguments equals the loop; the others are shared."""
     mapped = batched_arguments()

@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 
 import probjax
 
-from .biases import BiasSpec
+from .biases import BiasSpec, ScoreFunction, SoftCap
 from .draw import normal
 from .numpy_attention import Call, Solution, forward, gradients
 from .sizes import Sizes
 from .specs import Spec
 
 #: Every implementation that has to pass these tests on a CPU. A new one joins by adding its name.
-IMPLEMENTATIONS = ("reference", "dense", "tiled")
+IMPLEMENTATIONS = ("reference", "dense", "tiled", "native")
+
+_MISSING = {name: probjax.attention.implementations("cpu")[name] for name in IMPLEMENTATIONS}
+
+#: Those that this machine has.
+AVAILABLE = tuple(name for name in IMPLEMENTATIONS if _MISSING[name] is None)
+
+#: The same as parameters of a test: one that is missing is skipped with the reason.
+PARAMETERS = [
+    pytest.param(name, marks=[pytest.mark.skip(reason=f"{name}: {why}")] if why else [])
+    for name, why in _MISSING.items()
+]
 
 #: Largest error in the max norm relative to the largest entry, by dtype.
 TOLERANCES = {"float64": 5e-14, "float32": 2e-6, "bfloat16": 1.2e-2, "float16": 2e-3}
@@ -69,7 +81,7 @@ def cotangents(call: Call, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _compiled(
-    implementation: str, static: tuple[Any, ...], build: _Build, differentiate: bool
+    implementation: str, static: tuple[Any, ...], build: _Build, differentiate: bool, optimized: bool
 ) -> Callable[..., Any]:
     options = dict(static)
 
@@ -84,7 +96,7 @@ def _compiled(
         (out, lse), pull = jax.vjp(attend, real)
         return (out, lse), pull((ct[0].astype(out.dtype), ct[1].astype(lse.dtype)))[0]
 
-    return jax.jit(run)
+    return jax.jit(run, compiler_options={"xla_backend_optimization_level": 3} if optimized else None)
 
 
 class _Build:
@@ -106,6 +118,22 @@ class _Build:
             if isinstance(spec, Spec):
                 arguments[name] = spec.build(iter(arguments[name]))
         return arguments
+
+
+def holds(spec: Any, kind: type) -> bool:
+    """Whether a description of a mask or bias holds one of this kind."""
+    return isinstance(spec, kind) or any(holds(child, kind) for child in getattr(spec, "children", ()))
+
+
+def can_run(implementation: str, call: Call) -> bool:
+    """The C++ kernels cannot call functions of the score."""
+    return implementation != "native" or not holds(call.bias, ScoreFunction)
+
+
+def cases(table: Iterable[str], *with_functions: str) -> list[Any]:
+    """Names of a table of cases as parameters; `with_functions` are those with a function of the score."""
+    mark = pytest.mark.score_function
+    return [pytest.param(name, marks=[mark] if name in with_functions else []) for name in table]
 
 
 def _signature(value: Any) -> Any:
@@ -163,7 +191,11 @@ def solve(
         static |= options or {}
         if dropout is not None:
             static["dropout_rate"], other["dropout_key"] = dropout
-        run = _compiled(implementation, tuple(sorted(static.items())), _Build(call), differentiate)
+        # As users compile them (see tests/conftest.py): large calls, which measure rounding errors, and those
+        # with a soft cap, whose tanh is less accurate without optimisations.
+        capped = call.logits_soft_cap is not None or holds(call.bias, SoftCap)
+        optimized = capped or call.sizes.T * call.sizes.S > 60_000
+        run = _compiled(implementation, tuple(sorted(static.items())), _Build(call), differentiate, optimized)
         (out, lse), grads = run(real, other, cotangents(call, dtype))
     *lead, T, N, _ = call.query.shape
     assert out.shape == (*lead, T, N, call.value.shape[-1])

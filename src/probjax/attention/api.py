@@ -88,6 +88,10 @@ def dot_product_attention(
     Softmax and sums are in float32 (float64 for float64). Derivatives of first order run fused; those of
     higher order are taken of the tiled plain-JAX implementation. Backward is deterministic.
 
+    On CPUs "native", C++ kernels, runs whatever it has a form for: everything but functions of the score and
+    large mask functions of arrays. It needs the native library (`probjax info` says whether it is there);
+    programs that are exported do without it, unless it is named.
+
     Source: Dao et al., arXiv:2205.14135; Rabe and Staats, arXiv:2112.05682.
 
     Example:
@@ -145,7 +149,7 @@ def attention_plan(
     Example:
       >>> import jax, jax.numpy as jnp, probjax
       >>> x = jax.ShapeDtypeStruct((1, 4096, 8, 64), jnp.float32)
-      >>> probjax.attention_plan(x, x, x, is_causal=True, platform="cpu").implementation
+      >>> probjax.attention_plan(x, x, x, is_causal=True, platform="tpu").implementation
       'tiled'
     """
     if platform is not None and platform not in ("cpu", "cuda", "rocm", "tpu"):

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import jax
 
 from probjax._op import Arrays, Call, axis_sizes, batch_shape
+from probjax.attention import native
 from probjax.attention.reference import REFERENCE
 from probjax.attention.spec import AttentionSpec
 from probjax.attention.xla import DENSE, TILED
@@ -42,9 +43,10 @@ class Implementation(Protocol):
 
 @dataclass(frozen=True)
 class Problem:
-    """What the choice depends on: sizes of one call (on one device) and its description."""
+    """What the choice depends on: one call, the shapes of its operands (on one device), and its sizes."""
 
-    spec: AttentionSpec
+    call: Call
+    arrays: tuple[jax.ShapeDtypeStruct, ...]
     batch: int
     query_length: int
     key_length: int
@@ -58,7 +60,8 @@ class Problem:
     def of(cls, call: Call, operands: Any) -> Problem:
         sizes = axis_sizes(call, operands)
         return cls(
-            spec=call.spec,
+            call=call,
+            arrays=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands),
             batch=math.prod(batch_shape(call, operands)),
             query_length=sizes["T"],
             key_length=sizes["S"],
@@ -68,6 +71,10 @@ class Problem:
             value_size=sizes["V"],
             itemsize=operands[0].dtype.itemsize,
         )
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return self.call.spec
 
     @property
     def scores(self) -> int:
@@ -95,8 +102,14 @@ ROWS: dict[str, Row] = {
         Row("reference", REFERENCE, _never, _never),
         Row("dense", DENSE, _never, _never),
         Row("tiled", TILED, _never, _never),
+        Row("native", native.NATIVE, native.unavailable, lambda p: native.declines(p.call, p.arrays)),
     )
 }
+
+# Largest score matrix (entries over batch and heads) for which a call into the native library does not pay:
+# with 16 scores or fewer `dense` is faster by a microsecond, beyond that the library always is
+# (docs/cpu-attention.md).
+NATIVE_SCORES = 16
 
 # Largest score matrix (entries over batch and heads) that `dense` runs faster than `tiled`; measured on 2
 # cores, see docs/cpu-attention.md. Beyond it the matrix leaves the cache, and memory grows with T times S.
@@ -110,7 +123,7 @@ def choose(problem: Problem, platform: str | None) -> tuple[str, str]:
     if spec.plain:
         return "tiled", "derivatives of higher order are taken of the tiled plain-JAX implementation"
     if spec.implementation is not None:
-        reason = unavailable(spec.implementation, platform) or ROWS[spec.implementation].declines(problem)
+        reason = why_not(spec.implementation, problem, platform)
         if reason is not None:
             raise NotImplementedError(
                 f"implementation: {spec.implementation!r} cannot run this call: {reason}"
@@ -118,6 +131,8 @@ def choose(problem: Problem, platform: str | None) -> tuple[str, str]:
         return spec.implementation, "named by the caller"
     if not isinstance(problem.scores, int):
         return "tiled", "a size is symbolic: memory must not grow with T times S"
+    if problem.scores > NATIVE_SCORES and not spec.portable and why_not("native", problem, platform) is None:
+        return "native", "the C++ kernels are the fastest on CPUs, with memory linear in T and S"
     limit = DENSE_SCORES.get(platform or "", DENSE_SCORES_ELSEWHERE)
     if problem.scores <= limit:
         return "dense", f"{problem.scores} scores, at most {limit}: one fused dense pass is fastest"
@@ -130,6 +145,11 @@ def choose(problem: Problem, platform: str | None) -> tuple[str, str]:
 def unavailable(name: str, platform: str | None) -> str | None:
     """Why an implementation cannot run on a platform; None if it can."""
     return ROWS[name].unavailable(platform or jax.default_backend())
+
+
+def why_not(name: str, problem: Problem, platform: str | None) -> str | None:
+    """Why an implementation cannot run a call on a platform; None if it can."""
+    return unavailable(name, platform) or ROWS[name].declines(problem)
 
 
 def implementations(platform: str | None = None) -> dict[str, str | None]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from probjax._op import Call
-from probjax.attention import dispatch
+from probjax.attention import dispatch, native
 from probjax.attention.spec import accumulator
 from probjax.attention.tiles import Batching, Tiling
 
@@ -59,8 +61,14 @@ def plan_of(call: Call, operands: Sequence[Any], platform: str) -> AttentionPlan
     rejected = {}
     for other in dispatch.ROWS:
         if other != name:
-            why = dispatch.unavailable(other, platform) or dispatch.ROWS[other].declines(problem)
+            why = dispatch.why_not(other, problem, platform)
             rejected[other] = why or ("another was named" if call.spec.implementation else _slower(other))
+    wide = accumulator(operands[0].dtype)(0).itemsize
+    if name == "native":
+        memory = _native_memory(problem, wide)
+        return AttentionPlan(
+            name, platform, native.QUERY_BLOCK, native.KEY_TILE, 1, *memory, reason, rejected
+        )
     lengths = problem.query_length, problem.key_length
     whole = name != "tiled"
     tiling = Tiling.whole(*lengths) if whole or 0 in lengths else Tiling.choose(*lengths)
@@ -70,7 +78,7 @@ def plan_of(call: Call, operands: Sequence[Any], platform: str) -> AttentionPlan
     if not whole and problem.scores:
         scores = problem.heads * tiling.rows * tiling.columns
         size = Batching.choose([x.shape[:n] for x in operands], batch, scores).size
-    forward, backward = _memory(problem, tiling, size, accumulator(operands[0].dtype)(0).itemsize)
+    forward, backward = _memory(problem, tiling, size, wide)
     return AttentionPlan(
         name, platform, tiling.rows, tiling.columns, size, forward, backward, reason, rejected
     )
@@ -94,3 +102,17 @@ def _memory(problem: dispatch.Problem, tiling: Tiling, batch: int, wide: int) ->
     forward = (2 if one else 3) * tile + keys * problem.itemsize
     backward = (4 if one else 5) * tile + keys * (problem.itemsize + wide) + out
     return forward, backward
+
+
+def _native_memory(problem: dispatch.Problem, wide: int) -> tuple[int, int]:
+    """Bytes of temporaries of the C++ kernels: a block of rows and a tile of keys for each thread, and in
+    backward the query gradients of each chunk of keys.
+    """
+    sizes = problem.head_size + problem.value_size
+    block = native.QUERY_BLOCK * (sizes + native.KEY_TILE) + native.KEY_TILE * sizes
+    forward = (os.cpu_count() or 1) * block * wide
+    chunk = native.key_chunk(problem.query_length, problem.key_length, problem.batch * problem.kv_heads)
+    chunks = math.ceil(problem.key_length / max(chunk, 1))
+    rows = problem.batch * problem.query_length * problem.heads
+    partial = rows * problem.head_size * wide * chunks if chunks > 1 else 0
+    return forward, 2 * forward + partial

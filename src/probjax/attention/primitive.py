@@ -47,6 +47,9 @@ class Attention:
     def differentiable(self, call: Call) -> Call:
         return dataclasses.replace(call, spec=call.spec.differentiable())
 
+    def portable(self, call: Call) -> Call:
+        return dataclasses.replace(call, spec=dataclasses.replace(call.spec, portable=True))
+
     def _row(self, call: Call, platform: str | None, operands: Arrays) -> dispatch.Row:
         name, _ = dispatch.choose(dispatch.Problem.of(call, operands), platform)
         return dispatch.ROWS[name]

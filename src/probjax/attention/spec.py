@@ -22,7 +22,8 @@ class AttentionSpec:
     operands.
 
     `mask` and `bias` are tree structures whose leaves are the operands from `mask_at` and `bias_at` on.
-    `plain` asks for an implementation that JAX can differentiate.
+    `plain` asks for an implementation that JAX can differentiate, `portable` for one that needs nothing but
+    JAX to run.
     """
 
     mask: Any = None
@@ -38,6 +39,7 @@ class AttentionSpec:
     precision: Any = None
     implementation: str | None = None
     plain: bool = False
+    portable: bool = False
 
     def differentiable(self) -> AttentionSpec:
         return replace(self, plain=True)
