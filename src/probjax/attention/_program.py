@@ -8,6 +8,7 @@ csrc/attention/problem.h defines, and says how each native operand is computed f
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from probjax._op import Call, axis_sizes
 from probjax.attention import biases, masks
@@ -223,17 +225,12 @@ class _Lowering:
             case _:
                 raise Unsupported(f"{type(bias).__name__} has no form in the C++ kernels")
 
-    def distances(self) -> Array:
-        """Key minus query position along a strip of one number per distance: entry S - 1 - j + i is that of
-        j - i.
-        """
-        return self.S - 1 - jnp.arange(self.T + self.S - 1, dtype=jnp.int32)
-
     def alibi(self, slopes: Array) -> Array:
-        return -self.wide(slopes)[..., None] * jnp.abs(self.distances()).astype(self.acc)
+        return -self.wide(slopes)[..., None] * jnp.abs(_distances(self.T, self.S)).astype(self.acc)
 
     def relative(self, bias: biases.RelativePosition, table: Array) -> Array:
-        return self.wide(table)[..., bias._bucket(self.distances(), table.shape[-1])]
+        buckets = _buckets(*_settings(bias), self.T, self.S, table.shape[-1])
+        return self.wide(table).at[..., buckets].get(mode="promise_in_bounds")
 
     # ------------------------------------------------------------------------------------------------------
     # Masks. Negations are pushed down to the leaves, so that as much as possible is one conjunction, whose
@@ -395,6 +392,25 @@ def _is_band(steps: Steps) -> bool:
 
 def _lengths(x: Array) -> Array:
     return jnp.clip(x, 0, min(int(jnp.iinfo(x.dtype).max), 2**31 - 1)).astype(jnp.int32)
+
+
+def _distances(query_length: int, key_length: int) -> np.ndarray:
+    """Key minus query position along a strip: entry S - 1 - j + i is that of query i and key j."""
+    return key_length - 1 - np.arange(query_length + key_length - 1, dtype=np.int32)
+
+
+def _settings(bias: biases.RelativePosition) -> tuple[str, int, bool]:
+    return bias.bucketing, bias.max_distance, bias.bidirectional
+
+
+@functools.lru_cache(maxsize=256)
+def _buckets(
+    bucketing: str, max_distance: int, bidirectional: bool, query_length: int, key_length: int, count: int
+) -> np.ndarray:
+    """Buckets along a strip: known when a program is traced, so that a call does not compute them again."""
+    bias = biases.RelativePosition(None, bucketing, max_distance, bidirectional)
+    with jax.ensure_compile_time_eval(), jax.default_device(jax.devices("cpu")[0]):
+        return np.asarray(bias._bucket(jnp.asarray(_distances(query_length, key_length)), count))
 
 
 def _flat(x: Array, own: int, lead: tuple[int, ...]) -> Array:
