@@ -32,18 +32,19 @@ inline void find_seen(const T* s, int64_t stride, int64_t count, int8_t* seen) {
 }
 
 // The sum C(i, j) += A(i, k) * B(k, j) over those k that lane j sees: where A is not finite, a weight of 0 does
-// not hide it. A(i, k) is at a[k * a_stride + i], B and C are [..][kPanel] with strides.
+// not hide it. A(i, k) is at a[k * a_stride + i], B and C are [..][kPanel] with strides. Where all is finite, the
+// result is that of `product` to the bit.
 template <class T>
 inline void seen_product(int64_t rows, int64_t depth, const T* a, int64_t a_stride, const T* b, int64_t b_stride,
                          const int8_t* seen, T* c, int width) {
   for (int64_t i = 0; i < rows; ++i) {
     for (int j = 0; j < width; j += kLanes<T>) {
-      Vector<T> total = load(c + i * kPanel<T> + j);
+      Vector<T> total{};
       for (int64_t k = 0; k < depth; ++k) {
-        Vector<T> term = load(b + k * b_stride + j) * a[k * a_stride + i];
-        total += widen_bytes<T>(seen + k * kPanel<T> + j) ? term : Vector<T>{};
+        Vector<T> next = total + load(b + k * b_stride + j) * a[k * a_stride + i];
+        total = widen_bytes<T>(seen + k * kPanel<T> + j) ? next : total;
       }
-      store(c + i * kPanel<T> + j, total);
+      store(c + i * kPanel<T> + j, load(c + i * kPanel<T> + j) + total);
     }
   }
 }

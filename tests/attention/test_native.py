@@ -271,3 +271,23 @@ def test_memory_of_the_tangent_is_linear():
 def test_reasons_are_texts():
     assert native.unavailable("cuda") == "it runs on CPUs only"
     assert native.unavailable("cpu") is None or native.unavailable("cpu")
+
+
+@needs_library
+def test_heads_before_length_are_not_copied():
+    """Arrays (B, H, S, D) with heads as a batch axis, N = 1: nothing is transposed or copied for the kernels."""
+
+    def attend(query, key, value):
+        query, key, value = (x[..., None, :] for x in (query, key, value))
+        return probjax.dot_product_attention(query, key, value, is_causal=True, implementation="native")[
+            ..., 0, :
+        ]
+
+    q, k, v = (jnp.asarray(normal(2, 3, 40, 8, seed=name), jnp.float32) for name in "qkv")
+    text = jax.jit(attend).lower(q, k, v).compile().as_text()
+    assert "transpose(" not in text and "copy(" not in text
+    heads_last = [x.swapaxes(1, 2) for x in (q, k, v)]
+    want = probjax.dot_product_attention(*heads_last, is_causal=True, implementation="reference").swapaxes(
+        1, 2
+    )
+    agree(attend(q, k, v), want, 2e-6)

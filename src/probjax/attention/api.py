@@ -90,7 +90,8 @@ def dot_product_attention(
 
     On CPUs "native", C++ kernels, runs whatever it has a form for: everything but functions of the score and
     large mask functions of arrays. It needs the native library (`probjax info` says whether it is there);
-    programs that are exported do without it, unless it is named.
+    programs that are exported do without it, unless it is named. Arrays with heads before length,
+    (B, N, T, D) with K = N, need no transposition: pass `x[..., None, :]`, where heads are a batch axis.
 
     Source: Dao et al., arXiv:2205.14135; Rabe and Staats, arXiv:2112.05682.
 
