@@ -284,7 +284,8 @@ class Forward {
     Vector<T> shift = top > old + kSlack ? top : old;
     Vector<T> total = load(st.total + j);
     Vector<T> base = shift == -kInfinity<T> ? Vector<T>{} : shift;
-    // (score - shift) * log2(e) with one rounding less and one operation; not where the product overflows.
+    // (score - shift) * log2(e) in one operation: its rounding error, that of the product of the shift, is common to
+    // all keys and harmless while it is small.
     Vector<T> scaled = base * kLog2E<T>;
     bool fused = !any<T>((base > kHuge) | (base < -kHuge));
     bool changed = any<T>(old != shift);
@@ -316,7 +317,7 @@ class Forward {
   }
 
   static constexpr T kSlack = 8;
-  static constexpr T kHuge = T(1e37);
+  static constexpr T kHuge = T(1e5);
 
   void finish(const QueryItem<T>& item, const Entry& entry, const Panel<T>& panel, const State& st, T* rows) {
     T factor[kPanel<T>];

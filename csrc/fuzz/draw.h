@@ -539,8 +539,8 @@ class Draw {
 
   void poison_row(const Target& target, int64_t row, bool nan) {
     const Array& array = target.buffer->array;
-    // Products of these do not overflow: what does, float32 and the reference see differently.
-    double huge = array.type == Type::f16 ? 65504 : 1e15;
+    // So large that products overflow even where they are hidden. Reference::overflows knows them.
+    double huge = array.type == Type::f64 ? 1e300 : array.type == Type::f16 ? 65504 : 3e38;
     double x = nan ? kNan : random_.pick({kNan, kInfinity, -kInfinity, huge, -huge});
     int64_t one = random_.chance(0.5) ? random_.below(target.count) : -1;
     for (int64_t k = 0; k < target.count; ++k)
