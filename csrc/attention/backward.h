@@ -20,18 +20,19 @@ struct QueryBlock {
   Range* range;
   T *rows, *cotangent_rows;            // [kQueries][round_up(D or V)], times scale / the scale of dropout
   T *queries, *cotangents;             // per panel [round_up(D or V)][kPanel]
-  T *lse, *excess;                     // [kQueries]
+  T *lse, *excess, *norm;              // [kQueries]; weights are e**(score - lse) * norm
+  bool coarse = false;                 // whether any norm is not 1
   bool finite = true;                  // rows and cotangent rows
 
   QueryBlock(int64_t Dp, int64_t Vp, Scratch& scratch)
       : panel(scratch.take<Panel<T>>(kQueries / kPanel<T>)), range(scratch.take<Range>(kQueries / kPanel<T>)),
         rows(scratch.take<T>(kQueries * Dp)), cotangent_rows(scratch.take<T>(kQueries * Vp)),
         queries(scratch.take<T>(kQueries * Dp)), cotangents(scratch.take<T>(kQueries * Vp)),
-        lse(scratch.take<T>(kQueries)), excess(scratch.take<T>(kQueries)) {}
+        lse(scratch.take<T>(kQueries)), excess(scratch.take<T>(kQueries)), norm(scratch.take<T>(kQueries)) {}
 
   static size_t need(int64_t Dp, int64_t Vp) {
     return Scratch::need<Panel<T>>(kQueries / kPanel<T>) + Scratch::need<Range>(kQueries / kPanel<T>) +
-           2 * Scratch::need<T>(kQueries * Dp) + 2 * Scratch::need<T>(kQueries * Vp) + 2 * Scratch::need<T>(kQueries);
+           2 * Scratch::need<T>(kQueries * Dp) + 2 * Scratch::need<T>(kQueries * Vp) + 3 * Scratch::need<T>(kQueries);
   }
 };
 
@@ -283,15 +284,26 @@ class Backward {
     }
     block.finite = all_finite(Rows<T>{block.rows, Dp_}, block.count, p_.D) &&
                    all_finite(Rows<T>{block.cotangent_rows, Vp_}, block.count, p_.V);
+    block.coarse = false;
     for (int64_t i = 0; i < block.panels; ++i) {
       int64_t from = i * kPanel<T>, n = block.panel[i].count;
       transpose_block(block.rows + from * Dp_, Dp_, n, Dp_, block.queries + from * Dp_, kPanel<T>);
       transpose_block(block.cotangent_rows + from * Vp_, Vp_, n, Vp_, block.cotangents + from * Vp_, kPanel<T>);
+      block.coarse |= is_coarse(block.lse + from, n);
       // A second vector of lanes that is not in use is not written above.
       if (n <= kLanes<T>) {
         for (int64_t d = 0; d < Dp_; ++d) store(block.queries + from * Dp_ + d * kPanel<T> + kLanes<T>, Vector<T>{});
         for (int64_t d = 0; d < Vp_; ++d) store(block.cotangents + from * Vp_ + d * kPanel<T> + kLanes<T>, Vector<T>{});
       }
+    }
+    if (block.coarse) find_norms(block, entry, head);
+  }
+
+  void find_norms(QueryBlock<T>& block, const Entry& entry, int64_t head) {
+    for (int64_t i = 0; i < block.panels; ++i) {
+      int64_t from = i * kPanel<T>;
+      weight_sums(p_, entry, block.panel[i], head / (p_.N / p_.K), block.queries + from * Dp_, block.lse + from,
+                  block.norm + from);
     }
   }
 
@@ -341,6 +353,7 @@ class Backward {
         // A row whose log-sum-exp is NaN has that weight for what it sees only.
         IntVector<T> hidden = x == -kInfinity<T>;
         Vector<T> weight = hidden ? Vector<T>{} : exp<T>(x - lse);
+        if (block.coarse) weight *= load(block.norm + from + j);
         Vector<T> derivative = weight * (d - excess);
         if (certain_) derivative = weight * d == weight * d ? -weight * excess : weight * d;
         store(p + k * kRowStride + j, weight);

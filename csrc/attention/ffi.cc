@@ -54,6 +54,7 @@ class Builder {
     if (batch_rank > kMaxBatchRank) return bad("too many batch axes");
     if (operand_count < 3 || size_t(operand_count) > buffers_.size()) return bad("operands are missing");
     if (mask.size() % 5 || score.size() % 3) return bad("a program is cut off");
+    if (!fits_stack(mask)) return bad("the mask program does not fit its stack");
     p.batch_rank = int(batch_rank);
     p.scale = scale;
     p.sinks = sinks;
@@ -132,6 +133,17 @@ class Builder {
       if (MaskOp(mask[i]) == MaskOp::table && (mask[i + 1] == operand || mask[i + 2] == operand)) return true;
     }
     return false;
+  }
+
+  static bool fits_stack(Integers mask) {
+    int height = 0;
+    for (size_t i = 0; i < mask.size(); i += 5) {
+      MaskOp op = MaskOp(mask[i]);
+      if (op == MaskOp::all_of || op == MaskOp::any_of) --height;
+      else if (op != MaskOp::none_of) ++height;
+      if (height < 1 || height > kMaskDepth) return false;
+    }
+    return mask.size() == 0 || height == 1;
   }
 
   std::vector<int64_t> tail(size_t i) const {

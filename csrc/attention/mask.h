@@ -6,7 +6,6 @@
 namespace probjax::PROBJAX_ISA {
 
 constexpr int kKeys = 64;  // keys of a tile
-constexpr int kMaskDepth = 16;
 
 // Keys outside of [lo, hi) are hidden from every query of a panel; keys in [full_lo, full_hi) are visible to
 // every one.

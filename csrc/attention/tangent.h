@@ -5,6 +5,58 @@
 
 namespace probjax::PROBJAX_ISA {
 
+// Where the log-sum-exp of a row is larger than this, its rounding error is no longer small against 1, and weights
+// computed from it do not add up to 1: they are divided by their sum.
+template <class T>
+constexpr T kCoarse = sizeof(T) == 4 ? T(1024) : T(1e10);
+
+// Sums of e**(score - lse) over all keys that the lanes of a panel see, and that of the sink; 1 where the lse is fine
+// enough. `queries` is the panel as `pack_panel` leaves it.
+template <class T>
+inline void weight_sums(const Problem& p, const Entry& entry, const Panel<T>& panel, int64_t kv_head,
+                        const T* queries, const T* lse, T* out) {
+  int64_t padded = round_up(p.D, kLanes<T>);
+  std::vector<T> memory(size_t(kKeys * (2 * padded + kPanel<T>) + kKeys));
+  T *rows = memory.data(), *keys = rows + kKeys * padded, *s = keys + kKeys * padded;
+  std::vector<int8_t> visible(size_t(kKeys * kPanel<T>));
+  const MaskOf<T> mask(p, entry);
+  const ScoreOf<T> score(p, entry);
+  const Array& key = p.operands[1];
+  T sums[kPanel<T>] = {};
+  Range r = mask.range(panel);
+  for (int64_t first = r.lo; first < r.hi; first += kKeys) {
+    int64_t n = std::min<int64_t>(kKeys, r.hi - first);
+    int64_t at = entry.offset(key) + kv_head * key.axis[1] + first * key.axis[0];
+    pack_rows<T>(key, at, key.axis[0], n, p.D, T(1), rows);
+    transpose_block(rows, padded, n, padded, keys, kKeys);
+    product<T, false>(n, p.D, keys, kKeys, queries, kPanel<T>, s, kPanel<T>, panel.width());
+    if (score.exists()) score.apply(panel, first, n, s, kPanel<T>, nullptr);
+    hide_part(mask, panel, r, first, first + n, visible.data(), s, kPanel<T>);
+    for (int64_t k = 0; k < n; ++k) {
+      for (int j = 0; j < panel.count; ++j) sums[j] += std::exp(s[k * kPanel<T> + j] - lse[j]);
+    }
+  }
+  for (int j = 0; j < kPanel<T>; ++j) {
+    out[j] = 1;
+    if (j >= panel.count || !(std::fabs(lse[j]) > kCoarse<T>) || std::fabs(lse[j]) == kInfinity<T>) continue;
+    if (p.sinks >= 0) {
+      const Array& sinks = p.operands[size_t(p.sinks)];
+      int64_t at = entry.offset(sinks) + panel.head[j] * sinks.axis[0];
+      sums[j] += std::exp(widen_one<T>(sinks.data, sinks.type, at) - lse[j]);
+    }
+    if (sums[j] > 0) out[j] = 1 / sums[j];
+  }
+}
+
+// Whether any of the log-sum-exps is coarse.
+template <class T>
+inline bool is_coarse(const T* lse, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (std::fabs(lse[i]) > kCoarse<T> && std::fabs(lse[i]) < kInfinity<T>) return true;
+  }
+  return false;
+}
+
 template <class T>
 class Tangent {
  public:
@@ -19,13 +71,13 @@ class Tangent {
 
  private:
   struct State {
-    T *lse, *change, *sums;  // [kPanel], [kPanel], [V][kPanel]
+    T *lse, *norm, *change, *sums;  // [kPanel] each, [V][kPanel]
   };
 
   void item(int64_t number) {
     FlushDenormals flush;
     int64_t most = QueryItem<T>::most_panels(p_, plan_);
-    int64_t size = most * kPanel<T> * (2 * Dp_ + Vp_ + 2) + 4 * kKeys * (Dp_ + Vp_) +
+    int64_t size = most * kPanel<T> * (2 * Dp_ + Vp_ + 3) + 4 * kKeys * (Dp_ + Vp_) +
                    kPanel<T> * (2 * std::max(Dp_, Vp_) + 2 * kKeys);
     Scratch scratch(Scratch::need<Panel<T>>(most) + Scratch::need<T>(size + 1024) +
                     2 * Scratch::need<int8_t>(kKeys * kPanel<T>));
@@ -43,14 +95,14 @@ class Tangent {
     int8_t* seen = scratch.take<int8_t>(kKeys * kPanel<T>);
     T* queries = scratch.take<T>(item.panels * Dp_ * kPanel<T>);
     T* query_moves = scratch.take<T>(item.panels * Dp_ * kPanel<T>);
-    T* state = scratch.take<T>(item.panels * (Vp_ + 2) * kPanel<T>);
+    T* state = scratch.take<T>(item.panels * (Vp_ + 3) * kPanel<T>);
     KeyTiles keys(p_.operands[1], entry, item.kv_head, p_.D, true, scratch);
     KeyTiles key_moves(p_.moves[1], entry, item.kv_head, p_.D, true, scratch);
     KeyTiles values(p_.operands[2], entry, item.kv_head, p_.V, false, scratch);
     KeyTiles value_moves(p_.moves[2], entry, item.kv_head, p_.V, false, scratch);
     auto state_of = [&](int64_t i) {
-      T* base = state + i * (Vp_ + 2) * kPanel<T>;
-      return State{base, base + kPanel<T>, base + 2 * kPanel<T>};
+      T* base = state + i * (Vp_ + 3) * kPanel<T>;
+      return State{base, base + kPanel<T>, base + 2 * kPanel<T>, base + 3 * kPanel<T>};
     };
 
     int64_t lo = p_.S, hi = 0;
@@ -61,6 +113,10 @@ class Tangent {
       if (p_.moves[0]) pack_panel<T>(p_.moves[0], entry, panel, p_.D, T(p_.scale), rows, query_moves + at);
       State st = state_of(i);
       read_lse(entry, panel, st.lse);
+      std::fill_n(st.norm, kPanel<T>, T(1));
+      if (is_coarse(st.lse, panel.count)) {
+        weight_sums(p_, entry, panel, item.kv_head, queries + at, st.lse, st.norm);
+      }
       std::fill_n(st.change, (Vp_ + 1) * kPanel<T>, T(0));
       Range r = mask.range(panel);
       if (r.lo < r.hi) {
@@ -149,11 +205,11 @@ class Tangent {
   // Weights in place of scores, their changes in place of the derivatives of scores, and the sums of those.
   static void weigh(const State& st, int64_t n, int width, T* s, T* ds) {
     for (int j = 0; j < width; j += kLanes<T>) {
-      Vector<T> lse = load(st.lse + j), change{};
+      Vector<T> lse = load(st.lse + j), norm = load(st.norm + j), change{};
       for (int64_t k = 0; k < n; ++k) {
         Vector<T> x = load(s + k * kPanel<T> + j);
         IntVector<T> hidden = (x == -kInfinity<T>) | (lse == kInfinity<T>);
-        Vector<T> weight = hidden ? Vector<T>{} : exp<T>(x - lse);
+        Vector<T> weight = hidden ? Vector<T>{} : exp<T>(x - lse) * norm;
         Vector<T> moved = hidden ? Vector<T>{} : weight * load(ds + k * kPanel<T> + j);
         change += moved;
         store(s + k * kPanel<T> + j, weight);
@@ -182,7 +238,7 @@ class Tangent {
       if (p_.sinks >= 0 && p_.moves[size_t(p_.sinks)] && st.lse[j] != kInfinity<T>) {
         const Array &sinks = p_.operands[size_t(p_.sinks)], &moves = p_.moves[size_t(p_.sinks)];
         T sink = widen_one<T>(sinks.data, sinks.type, entry.offset(sinks) + head * sinks.axis[0]);
-        change += std::exp(sink - st.lse[j]) *
+        change += std::exp(sink - st.lse[j]) * st.norm[j] *
                   widen_one<T>(moves.data, moves.type, entry.offset(moves) + head * moves.axis[0]);
       }
       int64_t at = entry.offset(p_.out) + query * p_.out.axis[0] + head * p_.out.axis[1];

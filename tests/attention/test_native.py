@@ -291,3 +291,32 @@ def test_heads_before_length_are_not_copied():
         1, 2
     )
     agree(attend(q, k, v), want, 2e-6)
+
+
+@needs_library
+@pytest.mark.parametrize("value", [-1e4, -1e9, float(jnp.finfo(jnp.float32).min), 1e7])
+def test_gradients_of_rows_whose_scores_are_all_large(value):
+    """Their log-sum-exp does not hold the logarithm of the sum any more: weights are normalised anew."""
+    bias = jnp.zeros((1, 1, 20, 70)).at[:, :, 5].set(value)
+    a = arrays((1,), 20, 70, 2, 1)
+
+    def loss(a, implementation):
+        return (probjax.dot_product_attention(**a, bias=bias, implementation=implementation) ** 2).sum()
+
+    got, want = (jax.grad(loss)(a, name) for name in ("native", "reference"))
+    for name in a:
+        agree(got[name], want[name], 4e-6, name=name)
+    got, want = (
+        jax.jvp(lambda a, n=n: probjax.dot_product_attention(**a, bias=bias, implementation=n), (a,), (a,))[1]
+        for n in ("native", "reference")
+    )
+    agree(got, want, 4e-6, name="tangent")
+
+
+@needs_library
+def test_deeply_nested_masks():
+    """Nested to the right, the parts are reordered so that the stack of the kernels holds them."""
+    mask = masks.Causal()
+    for n in range(20):
+        mask = masks.SlidingWindow(n, 1) | (~masks.BlockDiagonal(n + 1) & mask)
+    check("native", Call(**qkv((1,), 33, 33, 2), mask=mask), tolerance=4e-6)

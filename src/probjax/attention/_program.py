@@ -30,6 +30,9 @@ Array = jax.Array
 MASK_ENTRIES = 2**26
 """Most entries of a mask function that is evaluated as a whole array."""
 
+MASK_DEPTH = 16
+"""The stack on which the kernels evaluate a mask; `kMaskDepth` of csrc/attention/problem.h."""
+
 NO_BOUND = 2**40
 """Stands for a band without a bound on one side: more than any distance."""
 
@@ -140,6 +143,15 @@ EVERYTHING: Steps = ()
 NOTHING: Steps = (MaskStep(MaskOp.BAND, 1, 0),)
 
 
+def stack_depth(steps: Steps) -> int:
+    """Most values that a postfix program holds at a time."""
+    height = most = 0
+    for step in steps:
+        height += {MaskOp.ALL_OF: -1, MaskOp.ANY_OF: -1, MaskOp.NONE_OF: 0}.get(step.op, 1)
+        most = max(most, height)
+    return most
+
+
 class _Lowering:
     def __init__(self, call: Call, arrays: Sequence[Any]):
         self.call = call
@@ -162,6 +174,8 @@ class _Lowering:
         mask = spec.mask_of(self.leaves)
         if mask is not None:
             self.program.mask = self.mask(mask, negated=False)
+            if stack_depth(self.program.mask) > MASK_DEPTH:
+                raise Unsupported(f"a mask nested so that it needs a stack of more than {MASK_DEPTH}")
         if spec.sinks_at is not None:
             self.program.sinks = self.moving(spec.sinks_at, self.wide)
         if spec.dropout_at is not None:
@@ -258,6 +272,7 @@ class _Lowering:
         if not parts:
             return neutral
         join = MaskStep(MaskOp.ALL_OF if every else MaskOp.ANY_OF)
+        parts.sort(key=stack_depth, reverse=True)  # the deepest first: it then has the stack to itself
         steps = parts[0]
         for part in parts[1:]:
             steps = (*steps, *part, join)
