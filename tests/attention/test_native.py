@@ -275,7 +275,7 @@ def test_reasons_are_texts():
 
 @needs_library
 def test_heads_before_length_are_not_copied():
-    """Arrays (B, H, S, D) with heads as a batch axis, N = 1: nothing is transposed or copied for the kernels."""
+    """Arrays (B, H, S, D) with heads as a batch axis, N = 1: nothing is transposed or copied."""
 
     def attend(query, key, value):
         query, key, value = (x[..., None, :] for x in (query, key, value))
