@@ -404,7 +404,28 @@ class Reference {
 
   Number lse(const Place& at) const { return {number(p.lse, query_offset(p.lse, at))}; }
 
-  Number weight(const Pair& pair) const { return exp(pair.score - lse(pair.at)); }
+  // Where the log-sum-exp is so large that its rounding matters, a weight is taken from the whole row instead.
+  Number weight(const Pair& pair) const {
+    if (!row_is_coarse) return exp(pair.score - lse(pair.at));
+    return power(pair.score, row_top) / row_total;
+  }
+
+  mutable bool row_is_coarse = false;
+  mutable double row_top = 0;
+  mutable Number row_total;
+
+  void enter(const Row& row) const {
+    double size = std::fabs(lse(row.at).value);
+    row_is_coarse = size > 1024 && std::isfinite(size);
+    if (!row_is_coarse) return;
+    row_top = p.sinks < 0 ? -kInfinity : sink(row.at).value;
+    for (const Pair& pair : row.pairs)
+      if (pair.score.value > row_top) row_top = pair.score.value;
+    Sum total;
+    for (const Pair& pair : row.pairs) total += power(pair.score, row_top);
+    if (p.sinks >= 0) total += power(sink(row.at), row_top);
+    row_total = total;
+  }
 
   // How a soft cap's result changes with its cap.
   Number cap_slope(Number score, Number cap) const {
@@ -442,6 +463,7 @@ class Reference {
     cell(results.out, out + p.V - 1);
     cell(results.lse, lse_move);
     if (row.pairs.empty()) return;
+    enter(row);
     Sum change;  // of the log-sum-exp
     for (const Pair& pair : row.pairs) {
       Number part = weight(pair) * score_move(pair);
@@ -514,6 +536,7 @@ class Reference {
 
   void backward_row(const Row& row, std::vector<Sums>& results) const {
     if (row.pairs.empty()) return;
+    enter(row);
     Number row_excess = excess(row.at);
     for (const Pair& pair : row.pairs) {
       add_value_gradient(pair, results[2]);
