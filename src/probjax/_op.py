@@ -420,8 +420,18 @@ def _lower(ctx, *args, kind: str, platform: str | None, **params):
         run = partitioned(
             run, call, avals, axes, result_axes, ctx.avals_out, reduce_missing=kind == "backward"
         )
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+    with jax.sharding.use_abstract_mesh(_without_axes()):
         return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=avals), *args)
+
+
+def _without_axes() -> jax.sharding.AbstractMesh:
+    """A mesh without axes, for the device that is compiled for where that is not one at hand."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return (
+        jax.sharding.AbstractMesh((), ())
+        if device is None
+        else jax.sharding.AbstractMesh((), (), abstract_device=device)
+    )
 
 
 @functools.lru_cache(maxsize=4096)

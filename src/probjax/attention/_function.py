@@ -1,4 +1,6 @@
-"""Mask functions as the native kernels need them: what they look at, and their tiles."""
+"""Mask functions as hand-written kernels need them: what they look at, their tiles, whether they are
+bands.
+"""
 
 from __future__ import annotations
 
@@ -75,3 +77,64 @@ def _tile_rows(fn: Callable, query_length: int, key_length: int) -> Iterator[tup
             seen = np.array(of_row(np.minimum(queries, query_length - 1)))
         inside = (queries < query_length)[:, None, None] & (keys < key_length).reshape(1, columns, TILE)
         yield seen, inside.swapaxes(0, 1)
+
+
+@functools.lru_cache(maxsize=64)
+def as_band(fn: Callable, query_length: int, key_length: int) -> tuple[int, int] | None:
+    """The smallest and largest distance j - i that a function of query and key index shows, if that is all it
+    says: so a causal mask written as a function costs what `masks.Causal` costs.
+
+    The function is evaluated on every pair.
+
+    Returns:
+      (low, high), with low > high where it shows nothing. None where it is no band, or has too many pairs.
+    """
+    if query_length * key_length > _PAIRS:
+        return None
+    # The first row and the first column hold every distance once: they name the only band possible.
+    zero = np.int32(0)
+    with jax.ensure_compile_time_eval(), jax.default_device(jax.devices("cpu")[0]):
+        row = jax.vmap(lambda k: fn(zero, zero, zero, k))(np.arange(key_length, dtype=np.int32))
+        column = jax.vmap(lambda q: fn(zero, zero, q, zero))(np.arange(query_length, dtype=np.int32))
+    seen = np.concatenate([np.asarray(column, bool)[:0:-1], np.asarray(row, bool)])
+    found = np.flatnonzero(seen)
+    low, high = (1, 0) if not found.size else (int(found[0]), int(found[-1]))
+    if found.size != (high - low + 1 if found.size else 0):
+        return None
+    low, high = (low, high) if not found.size else (low - query_length + 1, high - query_length + 1)
+    keys = np.arange(key_length)
+    for start, (shown, inside) in zip(
+        range(0, query_length, TILE), _tile_rows(fn, query_length, key_length), strict=True
+    ):
+        distance = keys - (start + np.arange(TILE))[:, None]
+        whole = shown.swapaxes(0, 1).reshape(TILE, -1)[:, :key_length]
+        real = inside.swapaxes(0, 1).reshape(TILE, -1)[:, :key_length]
+        if ((whole != ((distance >= low) & (distance <= high))) & real).any():
+            return None
+    return low, high
+
+
+@functools.lru_cache(maxsize=64)
+def tile_grid(
+    fn: Callable, query_length: int, key_length: int, rows: int, columns: int
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Which tiles of `rows` by `columns` hold some visible pair, and which hold nothing else.
+
+    Returns:
+      Two bool arrays (query tiles, key tiles). None if there are too many pairs to look at them all.
+    """
+    if query_length * key_length > _PAIRS:
+        return None
+    shape = math.ceil(query_length / rows), math.ceil(key_length / columns)
+    some, hidden = np.zeros(shape, bool), np.zeros(shape, bool)
+    of_key = np.arange(key_length) // columns
+    for start, (shown, _) in zip(
+        range(0, query_length, TILE), _tile_rows(fn, query_length, key_length), strict=True
+    ):
+        whole = shown.swapaxes(0, 1).reshape(TILE, -1)[: query_length - start, :key_length]
+        for first in range(0, len(whole), min(rows, TILE)):
+            part = whole[first : first + min(rows, TILE)]
+            i = (start + first) // rows
+            some[i] |= np.bincount(of_key, part.any(axis=0), shape[1]) > 0
+            hidden[i] |= np.bincount(of_key, ~part.all(axis=0), shape[1]) > 0
+    return some, ~hidden

@@ -1,8 +1,9 @@
-"""The form in which a call reaches the native kernels: arrays, and two small programs that say what is made
+"""The form in which a call reaches hand-written kernels: arrays, and two small programs that say what is made
 of them.
 
 `lower` knows no library: it turns the masks and biases of a call into steps whose meaning
 csrc/attention/problem.h defines, and says how each native operand is computed from operands of the call.
+Kernels that can trace a user's function get it as a step of its own.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ import numpy as np
 
 from probjax._op import Call, axis_sizes
 from probjax.attention import biases, masks
-from probjax.attention._function import TILE, looks_at, tile_table
+from probjax.attention._function import TILE, as_band, looks_at, tile_table
 from probjax.attention._mask import Mask, _And, _Not, _Or, offset
+from probjax.attention._scalar import NotElementwise, trace
+from probjax.attention._scalar import looks_at as looks_at_argument
 from probjax.attention._terms import Tile, over_tile
 from probjax.attention.spec import KEY, QUERY, VALUE, AttentionSpec, accumulator
 
@@ -51,6 +54,7 @@ class MaskOp(enum.IntEnum):
     QUERY_LENGTHS = 8
     DENSE = 9
     TABLE = 10
+    FUNCTION = 11  # only for kernels that trace functions
 
 
 class ScoreOp(enum.IntEnum):
@@ -60,10 +64,23 @@ class ScoreOp(enum.IntEnum):
     ADD_DIAGONAL = 1
     MULTIPLY = 2
     SOFT_CAP = 3
+    FUNCTION = 4  # only for kernels that trace functions
 
 
 class Unsupported(Exception):
     """The native kernels have no form for a call; the text says why."""
+
+
+@dataclass(frozen=True)
+class Function:
+    """A user's function, and the native operands that it reads: those of its arrays, then the batch and head
+    indices.
+    """
+
+    fn: Callable
+    arrays: tuple[int, ...]
+    batch_index: int
+    head_index: int
 
 
 @dataclass(frozen=True)
@@ -73,6 +90,7 @@ class MaskStep:
     b: int = 0
     c: int = 0
     d: int = 0
+    function: Function | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +98,7 @@ class ScoreStep:
     op: ScoreOp
     operand: int = -1
     constant: float = 0.0
+    function: Function | None = None
 
 
 @dataclass(frozen=True)
@@ -120,13 +139,18 @@ class Program:
         return [source.of(operands) for source in self.sources]
 
 
-def lower(call: Call, arrays: Sequence[Any]) -> Program:
+def lower(call: Call, arrays: Sequence[Any], functions: bool = False) -> Program:
     """The program of a call. Of `arrays`, its operands, only shapes and dtypes matter.
+
+    Args:
+      call: the call.
+      arrays: its operands.
+      functions: whether the kernels can trace a user's function.
 
     Raises:
       Unsupported: the kernels have no form for it.
     """
-    return _Lowering(call, arrays).program
+    return _Lowering(call, arrays, functions).program
 
 
 @dataclass(frozen=True)
@@ -153,8 +177,9 @@ def stack_depth(steps: Steps) -> int:
 
 
 class _Lowering:
-    def __init__(self, call: Call, arrays: Sequence[Any]):
+    def __init__(self, call: Call, arrays: Sequence[Any], functions: bool):
         self.call = call
+        self.functions = functions
         spec: AttentionSpec = call.spec
         self.spec = spec
         self.batch_ndim = call.batch_ndim(arrays)
@@ -232,6 +257,14 @@ class _Lowering:
                 self.score(ScoreOp.SOFT_CAP, constant=value)
             case biases.SoftCap(leaf):
                 self.score(ScoreOp.SOFT_CAP, self.moving(leaf.position, self.wide))
+            case biases.ScoreFunction(fn, arrays) if self.functions:
+                structs = self.structs(arrays)
+                try:
+                    trace(fn, True, structs)
+                except NotElementwise as error:
+                    raise Unsupported(f"biases.ScoreFunction with {error}") from None
+                at = self.traced(fn, arrays)
+                self.program.score.append(ScoreStep(ScoreOp.FUNCTION, function=at))
             case biases.ScoreFunction():
                 raise Unsupported(
                     "biases.ScoreFunction is a function in JAX, which the C++ kernels cannot call"
@@ -341,8 +374,12 @@ class _Lowering:
         if not self.T * self.S:
             return EVERYTHING
         n = self.batch_ndim
+        if self.functions:
+            steps = self.traced_mask(fn, arrays)
+            if steps is not None:
+                return steps
         on_batch, on_head = looks_at(fn, tuple(jax.ShapeDtypeStruct(x.shape[n:], x.dtype) for x in arrays))
-        if not (arrays or on_batch or on_head):
+        if not (arrays or on_batch or on_head or self.functions):
             found = tile_table(fn, self.T, self.S)
             if found is not None:
                 kinds, tiles = found
@@ -388,6 +425,35 @@ class _Lowering:
             return seen.reshape(*lead, *seen.shape[1:])
 
         return (MaskStep(MaskOp.DENSE, self.fixed(evaluate, *reads)),)
+
+    def structs(self, arrays: tuple[_Leaf, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What a function's arrays look like to it: without batch axes."""
+        return tuple(jax.ShapeDtypeStruct(x.shape[self.batch_ndim :], x.dtype) for x in arrays)
+
+    def traced(self, fn: Callable, arrays: tuple[_Leaf, ...]) -> Function:
+        index = self.spec.index_at
+        assert index is not None  # `prepare` gives indices to every call with a function
+        at = []
+        for leaf in arrays:
+            if jnp.issubdtype(leaf.dtype, jnp.floating):
+                at.append(self.moving(leaf.position, lambda x: x))
+            else:
+                at.append(self.fixed(lambda x: x, leaf.position))
+        batch = self.fixed(lambda x: x.astype(jnp.int32), index)
+        return Function(fn, tuple(at), batch, self.fixed(lambda x: x.astype(jnp.int32), index + 1))
+
+    def traced_mask(self, fn: Callable, arrays: tuple[_Leaf, ...]) -> Steps | None:
+        """A mask function as a step that the kernels evaluate; None where they cannot."""
+        structs = self.structs(arrays)
+        try:
+            closed = trace(fn, False, structs)
+        except NotElementwise:
+            return None
+        if not (arrays or looks_at_argument(closed, 0) or looks_at_argument(closed, 1)):
+            band = as_band(fn, self.T, self.S)
+            if band is not None:
+                return self.band(*band)
+        return (MaskStep(MaskOp.FUNCTION, function=self.traced(fn, arrays)),)
 
 
 def _parts(mask: Mask, negated: bool, every: bool) -> Iterator[tuple[Mask, bool]]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import jax
 
 from probjax._op import Arrays, Call, axis_sizes, batch_shape
-from probjax.attention import native
+from probjax.attention import _triton, gpu_blocks, gpu_cudnn, gpu_triton, native
 from probjax.attention.reference import REFERENCE
 from probjax.attention.spec import AttentionSpec
 from probjax.attention.xla import DENSE, TILED
@@ -96,6 +96,10 @@ def _never(_: Any) -> None:
     return None
 
 
+def _no_pallas(platform: str) -> str | None:
+    return _triton.missing()
+
+
 ROWS: dict[str, Row] = {
     row.name: row
     for row in (
@@ -103,6 +107,14 @@ ROWS: dict[str, Row] = {
         Row("dense", DENSE, _never, _never),
         Row("tiled", TILED, _never, _never),
         Row("native", native.NATIVE, native.unavailable, lambda p: native.declines(p.call, p.arrays)),
+        Row(
+            "triton",
+            gpu_triton.TRITON,
+            gpu_triton.unavailable,
+            lambda p: gpu_triton.declines(p.call, p.arrays),
+        ),
+        Row("cudnn", gpu_cudnn.CUDNN, gpu_cudnn.unavailable, lambda p: gpu_cudnn.declines(p.call, p.arrays)),
+        Row("interpret", gpu_triton.INTERPRET, _no_pallas, lambda p: gpu_triton.declines(p.call, p.arrays)),
     )
 }
 
@@ -117,8 +129,16 @@ DENSE_SCORES = {"cpu": 2**17}
 DENSE_SCORES_ELSEWHERE = 2**20
 
 
-def choose(problem: Problem, platform: str | None) -> tuple[str, str]:
-    """The name of the implementation for a call on a platform, and the reason."""
+def choose(problem: Problem, platform: str | None, kind: str = "forward") -> tuple[str, str]:
+    """The name of the implementation for a call on a platform, and the reason.
+
+    Args:
+      problem: the call.
+      platform: one of JAX's lowering platforms; None where it is not known.
+      kind: "forward", "backward" or "tangent": they share output and log-sum-exp, so that each can be
+      computed
+        by whichever is best at it.
+    """
     spec = problem.spec
     if spec.plain:
         return "tiled", "derivatives of higher order are taken of the tiled plain-JAX implementation"
@@ -133,6 +153,8 @@ def choose(problem: Problem, platform: str | None) -> tuple[str, str]:
         return "tiled", "a size is symbolic: memory must not grow with T times S"
     if problem.scores > NATIVE_SCORES and not spec.portable and why_not("native", problem, platform) is None:
         return "native", "the C++ kernels are the fastest on CPUs, with memory linear in T and S"
+    if platform == "cuda" and why_not("triton", problem, platform) is None:
+        return _choose_on_gpu(problem, platform, kind)
     limit = DENSE_SCORES.get(platform or "", DENSE_SCORES_ELSEWHERE)
     if problem.scores <= limit:
         return "dense", f"{problem.scores} scores, at most {limit}: one fused dense pass is fastest"
@@ -142,9 +164,35 @@ def choose(problem: Problem, platform: str | None) -> tuple[str, str]:
     )
 
 
+def _choose_on_gpu(problem: Problem, platform: str, kind: str) -> tuple[str, str]:
+    """Among the fused kernels by the table measured on this GPU; without one, those that run every call."""
+    entry = gpu_blocks.entry_of(kind, gpu_triton.shape_of(problem.call, problem.arrays))
+    if entry is None:
+        return (
+            "triton",
+            "the fused kernels for NVIDIA GPUs; for this GPU nothing has been measured (probjax tune)",
+        )
+    if entry.implementation == "cudnn" and why_not("cudnn", problem, platform) is None:
+        return "cudnn", "measured faster than the Triton kernels at the nearest size"
+    return (
+        "triton",
+        "the fastest at the nearest size measured on this GPU, or the only fused one for this call",
+    )
+
+
 def unavailable(name: str, platform: str | None) -> str | None:
     """Why an implementation cannot run on a platform; None if it can."""
-    return ROWS[name].unavailable(platform or jax.default_backend())
+    return ROWS[name].unavailable(canonical(platform or jax.default_backend()))
+
+
+def canonical(platform: str) -> str:
+    """JAX calls NVIDIA's and AMD's GPUs both "gpu" in some places, and programs are lowered for one of
+    them.
+    """
+    if platform != "gpu":
+        return platform
+    version = getattr(jax.devices("gpu")[0].client, "platform_version", "")
+    return "rocm" if "rocm" in version.lower() else "cuda"
 
 
 def why_not(name: str, problem: Problem, platform: str | None) -> str | None:

@@ -49,20 +49,27 @@ def key_words(key: Array) -> Array:
 
 
 def _mix(x: Array) -> Array:
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
+    x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> jnp.uint32(16))
 
 
 def survivors(words: Array, rate: float, batch: Array, head: Array, query: Array, key: Array) -> Array:
     """Which weights survive: bool, broadcast of the four index arrays. `words`: (..., 2) uint32."""
+    return keeps(words[..., 0], words[..., 1], rate, batch, head, query, key)
+
+
+def keeps(
+    word0: Array, word1: Array, rate: float, batch: Array, head: Array, query: Array, key: Array
+) -> Array:
+    """`survivors` with the two words apart: in steps that a kernel on a GPU has as well."""
     if rate >= 1.0:
-        return jnp.zeros(jnp.broadcast_shapes(batch.shape, head.shape, query.shape, key.shape), bool)
+        return jnp.zeros(jnp.broadcast_shapes(*(jnp.shape(x) for x in (batch, head, query, key))), bool)
     batch, head, query, key = (x.astype(jnp.uint32) for x in (batch, head, query, key))
-    row = _mix(words[..., 0] + batch * jnp.uint32(_BATCH))
+    row = _mix(word0 + batch * jnp.uint32(_BATCH))
     row = _mix(row + head * jnp.uint32(_HEAD))
     row = _mix(row + query * jnp.uint32(_QUERY))
-    hashed = _mix(_mix(row + key * jnp.uint32(_KEY)) ^ words[..., 1] ^ row)
+    hashed = _mix(_mix(row + key * jnp.uint32(_KEY)) ^ word1 ^ row)
     return hashed >= jnp.uint32(min(int(rate * 2.0**32), 2**32 - 1))
 
 

@@ -19,6 +19,7 @@ from probjax import _native
 from probjax._call import full_size
 from probjax._op import Arrays, Call, axis_sizes, batch_shape
 from probjax.attention._program import Program, Unsupported, lower
+from probjax.attention._reduce import sinks_gradient, summed
 from probjax.attention.spec import KEY, QUERY, VALUE, AttentionSpec, accumulator
 from probjax.attention.tiles import Batching
 from probjax.attention.xla import TILED
@@ -30,8 +31,6 @@ QUERY_BLOCK, KEY_TILE = 64, 64
 
 BATCH_AXES = 8
 """Most batch axes of the kernels, after neighbours that broadcast alike have been merged."""
-
-INF = float("inf")
 
 
 def key_chunk(query_length: int, key_length: int, pairs: int) -> int:
@@ -107,7 +106,7 @@ class Native:
         sinks = call.spec.sinks_at
         grads = run.gradients(out, lse, ct_out, ct_lse, tuple(i for i in wanted if i != sinks))
         if sinks in wanted:
-            grads[sinks] = _sinks_gradient(run.operands[sinks], out, lse, ct_out, ct_lse)
+            grads[sinks] = sinks_gradient(run.operands[sinks], out, lse, ct_out, ct_lse)
         return tuple(grads[i].reshape(operands[i].shape) for i in wanted)
 
 
@@ -189,11 +188,11 @@ class _Run:
         grads = {}
         for i, at, grad in zip(wanted, owners, found, strict=False):
             _, pull = jax.vjp(self.program.sources[at].make, self.operands[i])
-            (grads[i],) = pull(_summed(grad, self.native[at].shape, self.acc))
+            (grads[i],) = pull(summed(grad, self.native[at].shape, self.acc))
         return grads
 
     def gradient_shape(self, native: int) -> tuple[int, ...]:
-        """The shape in which the library gives a gradient; what `_summed` takes to that of the operand.
+        """The shape in which the library gives a gradient; what `summed` takes to that of the operand.
 
         The query's is full. Keys and values are summed over batch axes inside where both have size 1.
         """
@@ -213,34 +212,12 @@ def _empty(call: Call, operands: Sequence[Any]) -> bool:
     return 0 in (*batch_shape(call, operands), *axis_sizes(call, operands).values())
 
 
-def _summed(x: Array, shape: tuple[int, ...], acc: Any) -> Array:
-    """The sum over those axes that have size 1 in `shape`, in the accumulator's dtype."""
-    axes = tuple(i for i, (have, want) in enumerate(zip(x.shape, shape, strict=True)) if have != want)
-    return jnp.sum(x.astype(acc), axes, keepdims=True).astype(x.dtype) if axes else x
-
-
 def _bits(x: float) -> int:
     return int(np.float64(x).view(np.int64))
 
 
 def _integers(values: Any) -> np.ndarray:
     return np.array(list(values), np.int64)
-
-
-def _sinks_gradient(
-    sinks: Array, out: Array, lse: Array, ct_out: Array | None, ct_lse: Array | None
-) -> Array:
-    """A sink's logit draws weight from all keys: what they lose, summed over queries."""
-    acc = lse.dtype
-    excess = jnp.zeros_like(lse)
-    if ct_out is not None:
-        excess = jnp.sum(ct_out.astype(acc) * out.astype(acc), axis=-1)
-    if ct_lse is not None:
-        excess = excess - ct_lse
-    empty = lse == -INF
-    weight = jnp.exp(sinks.astype(acc)[..., None, :] - jnp.where(empty, INF, lse))
-    grad = jnp.sum(-weight * jnp.where(empty, 0, excess), axis=-2)
-    return _summed(grad, sinks.shape, acc).astype(sinks.dtype)
 
 
 NATIVE = Native()

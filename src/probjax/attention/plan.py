@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from probjax._op import Call
-from probjax.attention import dispatch, native
+from probjax.attention import dispatch, gpu_blocks, gpu_triton, native
 from probjax.attention.spec import accumulator
 from probjax.attention.tiles import Batching, Tiling
 
@@ -56,6 +56,7 @@ def _megabytes(count: int) -> str:
 
 def plan_of(call: Call, operands: Sequence[Any], platform: str) -> AttentionPlan:
     """The plan for prepared operands (shapes and dtypes suffice)."""
+    platform = dispatch.canonical(platform)
     problem = dispatch.Problem.of(call, operands)
     name, reason = dispatch.choose(problem, platform)
     rejected = {}
@@ -68,6 +69,20 @@ def plan_of(call: Call, operands: Sequence[Any], platform: str) -> AttentionPlan
         memory = _native_memory(problem, wide)
         return AttentionPlan(
             name, platform, native.QUERY_BLOCK, native.KEY_TILE, 1, *memory, reason, rejected
+        )
+    if name in ("triton", "cudnn", "interpret"):
+        block = gpu_blocks.chosen("forward", gpu_triton.shape_of(call, operands))["forward"]
+        rows = problem.batch * problem.query_length * problem.heads
+        return AttentionPlan(
+            name,
+            platform,
+            block.queries,
+            block.keys,
+            1,
+            0,
+            rows * wide,
+            _with_backward(problem, platform, name, reason),
+            rejected,
         )
     lengths = problem.query_length, problem.key_length
     whole = name != "tiled"
@@ -82,6 +97,14 @@ def plan_of(call: Call, operands: Sequence[Any], platform: str) -> AttentionPlan
     return AttentionPlan(
         name, platform, tiling.rows, tiling.columns, size, forward, backward, reason, rejected
     )
+
+
+def _with_backward(problem: dispatch.Problem, platform: str, name: str, reason: str) -> str:
+    """The reason, and who computes backward where that is another implementation."""
+    backward, _ = dispatch.choose(problem, platform, "backward")
+    if name == "cudnn":
+        backward = "triton"  # cuDNN's own adds in no fixed order
+    return reason if backward == name else f"{reason}; backward: {backward}"
 
 
 def _slower(name: str) -> str:

@@ -22,12 +22,12 @@ class Attention:
     linear = frozenset({VALUE})
 
     def forward(self, call: Call, platform: str | None, operands: Arrays) -> Arrays:
-        return self._row(call, platform, operands).implementation.forward(call, platform, operands)
+        return self._row(call, platform, operands, "forward").implementation.forward(call, platform, operands)
 
     def tangent(
         self, call: Call, platform: str | None, operands: Arrays, outputs: Arrays, tangents: dict[int, Array]
     ) -> Arrays:
-        implementation = self._row(call, platform, operands).implementation
+        implementation = self._row(call, platform, operands, "tangent").implementation
         # An implementation may leave its tangent out.
         function = getattr(implementation, "tangent", TILED.tangent)
         return function(call, platform, operands, outputs, tangents)
@@ -41,7 +41,7 @@ class Attention:
         cotangents: tuple[Array | None, ...],
         wanted: tuple[int, ...],
     ) -> Arrays:
-        implementation = self._row(call, platform, operands).implementation
+        implementation = self._row(call, platform, operands, "backward").implementation
         return implementation.backward(call, platform, operands, outputs, cotangents, wanted)
 
     def differentiable(self, call: Call) -> Call:
@@ -50,8 +50,8 @@ class Attention:
     def portable(self, call: Call) -> Call:
         return dataclasses.replace(call, spec=dataclasses.replace(call.spec, portable=True))
 
-    def _row(self, call: Call, platform: str | None, operands: Arrays) -> dispatch.Row:
-        name, _ = dispatch.choose(dispatch.Problem.of(call, operands), platform)
+    def _row(self, call: Call, platform: str | None, operands: Arrays, kind: str) -> dispatch.Row:
+        name, _ = dispatch.choose(dispatch.Problem.of(call, operands), platform, kind)
         return dispatch.ROWS[name]
 
 
