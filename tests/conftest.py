@@ -20,9 +20,9 @@ else:
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 sys.path.insert(0, str(Path(__file__).parent))
 
-import hypothesis
-import jax
-import pytest
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 if PLATFORM != "cpu":  # tests compare with float64; there the default is one pass of TF32
     jax.config.update("jax_default_matmul_precision", "highest")

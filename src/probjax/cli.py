@@ -1,4 +1,4 @@
-"""The command line: ``probjax bench``, ``probjax report``, ``probjax info``."""
+"""The command line: ``probjax bench``, ``probjax report``, ``probjax tune``, ``probjax info``."""
 
 import argparse
 import os
@@ -69,6 +69,45 @@ def build_parser() -> argparse.ArgumentParser:
     )
     report.set_defaults(action=_report, parser=report)
 
+    tune = commands.add_parser(
+        "tune",
+        help="measure attention on this GPU, so that the fastest kernels are used",
+        description="Measure the kernels of attention on this GPU and keep the fastest in the cache directory "
+        "($PROBJAX_CACHE, else probjax in the user's cache directory). Compare docs/gpu-tuning.md.",
+        formatter_class=_Formatter,
+    )
+    tune.add_argument(
+        "--dtypes",
+        default="bfloat16,float32",
+        metavar="A,B",
+        help="bfloat16, float32, float32_high, float32_highest (by precision; default: bfloat16,float32)",
+    )
+    tune.add_argument("--head-sizes", default="64,128", metavar="N,M", help="default: 64,128")
+    tune.add_argument(
+        "--lengths",
+        default="16,32,64,128,256,512,1024,4096",
+        metavar="N,M",
+        help="default: powers of two from 16 to 512, 1024 and 4096",
+    )
+    tune.add_argument(
+        "--pairs",
+        type=int,
+        default=512,
+        metavar="N",
+        help="batch entries times heads (default: 512; fewer from 1024 keys on)",
+    )
+    tune.add_argument(
+        "--kinds", default="forward,backward,tangent", metavar="A,B", help="default: forward,backward,tangent"
+    )
+    tune.add_argument(
+        "--seconds", type=float, default=float("inf"), metavar="S", help="no key is begun later"
+    )
+    tune.add_argument("--append", action="store_true", help="keep what the file has, measure the rest")
+    tune.add_argument(
+        "--output", type=Path, metavar="FILE", help="another file than that in the cache directory"
+    )
+    tune.set_defaults(action=_tune, parser=tune)
+
     info = commands.add_parser(
         "info",
         help="show the machine, versions and implementations available",
@@ -113,15 +152,67 @@ def _report(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _tune(arguments: argparse.Namespace) -> int:
+    import jax
+
+    if jax.default_backend() != "gpu":
+        print("probjax tune: JAX sees no GPU here; there is nothing to tune on a CPU", file=sys.stderr)
+        return 2
+    from probjax import tune
+    from probjax.attention import tables
+
+    def words(text: str) -> list[str]:
+        return [word.strip() for word in text.split(",") if word.strip()]
+
+    def sizes(name: str, text: str) -> list[int]:
+        try:
+            return [int(word) for word in words(text)]
+        except ValueError:
+            raise ValueError(f"{name}: got {text!r}, want whole numbers such as 64,128") from None
+
+    path = arguments.output or tune.default_path()
+    known = tables.load(path) if arguments.append and path.is_file() else None
+    lengths, head_sizes = sizes("lengths", arguments.lengths), sizes("head_sizes", arguments.head_sizes)
+    wanted = [
+        key
+        for length in sorted(lengths)
+        for key in tune.keys(
+            words(arguments.dtypes),
+            head_sizes,
+            [length],
+            max(1, min(arguments.pairs, arguments.pairs * 512 // length)),
+            words(arguments.kinds),
+        )
+    ]
+    table = tune.tune(wanted, seconds=arguments.seconds, known=known)
+    tables.save(table, path)
+    print(f"written: {path}")
+    return 0
+
+
 def _info(arguments: argparse.Namespace) -> int:
     from probjax import _native
     from probjax.bench.machine import info_lines
 
     lines = [*info_lines(arguments.torch_python), ("native library", _native.describe())]
+    lines.append(("GPU kernels", _tables()))
     width = max(len(topic) for topic, _ in lines)
     for topic, text in lines:
         print(f"{topic:<{width}}  {text}")
     return 0
+
+
+def _tables() -> str:
+    """Which measured table the GPU kernels are chosen by."""
+    from probjax.attention import _triton, tables
+
+    device = _triton.device_kind()
+    if device is None:
+        return "no NVIDIA GPU"
+    found = tables.source(device)
+    if found is None:
+        return f"no measurements for {device}: general rules (run probjax tune)"
+    return f"measured on {device}: {found}"
 
 
 def _interrupt(number: int, frame: Any) -> NoReturn:

@@ -1,0 +1,211 @@
+"""`probjax tune`: measures attention on the GPU at hand and keeps what is fastest in the user's cache
+directory.
+
+For each key of a table (`probjax.attention.tables`) every cut of the Triton kernels that fits is compiled and
+run, cuDNN beside them where it takes the call, and the best is kept. What is compared is the time of the
+kernels on the device, by CUPTI, each kernel of backward on its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from probjax.attention import dispatch, dot_product_attention, gpu_blocks, gpu_triton, tables
+from probjax.attention._triton import ceil_power
+from probjax.attention.gpu_blocks import Kernels
+from probjax.attention.tables import Blocks, Entry, Key, Table
+
+DTYPES = ("bfloat16", "float32", "float32_high", "float32_highest")
+HEADS = 8
+CALLS = 8
+THREADS = 8
+CUDNN_KEYS = 256
+"""Fewest keys for which a faster cuDNN kernel pays for the longer time that the host needs to call it."""
+
+Times = dict[str, float]  # microseconds of one call, by the kernel's name
+Measure = Callable[[Any, Sequence[Any]], Times]
+
+
+def keys(
+    dtypes: Iterable[str], head_sizes: Iterable[int], lengths: Iterable[int], pairs: int, kinds: Iterable[str]
+) -> list[Key]:
+    """The keys of a grid, with and without a mask, those first that matter most: half types, and long ones
+    last.
+
+    Raises:
+      ValueError: an unknown dtype or kind, or a size below 1.
+    """
+    for name, given, known in (("dtypes", dtypes, DTYPES), ("kinds", kinds, tables.PASSES)):
+        for x in given:
+            if x not in known:
+                raise ValueError(f"{name}: got {x!r}, want some of {', '.join(known)}")
+    for name, sizes in (("head_sizes", head_sizes), ("lengths", lengths), ("pairs", (pairs,))):
+        if any(n < 1 for n in sizes):
+            raise ValueError(f"{name}: got {tuple(sizes)}, want sizes of 1 or more")
+    return [
+        Key(kind, dtype, ceil_power(size), length, length, pairs, masked)
+        for dtype, length, size, masked, kind in itertools.product(
+            dtypes, sorted(lengths), head_sizes, (False, True), kinds
+        )
+    ]
+
+
+def kernel_times(compiled: Any, arguments: Sequence[Any]) -> Times:
+    """Median microseconds of each kernel of a program, by CUPTI.
+
+    Raises:
+      RuntimeError: there is no CUPTI, or no kernel was seen.
+    """
+    from jax.experimental.mosaic.gpu import profiler
+
+    measure = profiler.Cupti(finalize=False).measure  # type: ignore[call-arg]
+    _, calls = measure(compiled, aggregate=False, iterations=CALLS)(*arguments)
+    if not calls:
+        raise RuntimeError("CUPTI saw no kernel")
+    found: Times = {}
+    for position, (name, _) in enumerate(calls[0]):
+        found[name] = found.get(name, 0.0) + 1e3 * statistics.median(call[position][1] for call in calls)
+    return found
+
+
+def tune(
+    wanted: Sequence[Key],
+    *,
+    seconds: float = float("inf"),
+    known: Table | None = None,
+    measure: Measure = kernel_times,
+    report: Callable[[str], None] = print,
+) -> Table:
+    """Measures keys one after the other.
+
+    Args:
+      wanted: the keys.
+      seconds: no key is begun after this time.
+      known: a table whose entries are kept, and not measured again.
+      measure: what takes the times.
+      report: gets a line for each key.
+
+    Returns:
+      The entries of `known` and the new ones.
+    """
+    end = time.monotonic() + seconds
+    device = str(jax.devices()[0].device_kind)
+    entries = {entry.key: entry for entry in (known.entries if known else ())}
+    for number, key in enumerate(wanted, 1):
+        if key in entries:
+            continue
+        if time.monotonic() > end:
+            report(f"the time is over: {len(wanted) - number + 1} of {len(wanted)} keys were not measured")
+            break
+        found = measure_key(key, measure)
+        if found is None:
+            report(f"{number}/{len(wanted)} {describe(key)}: nothing could be measured")
+            continue
+        entries[key] = found
+        times = ", ".join(f"{name} {us:.1f} us" for name, us in sorted(found.microseconds.items()))
+        report(f"{number}/{len(wanted)} {describe(key)}: {found.implementation} ({times})")
+    return Table(device, {"jax": jax.__version__}, tuple(entries.values()))
+
+
+def describe(key: Key) -> str:
+    mask = "causal" if key.masked else "plain"
+    return f"{key.kind} {key.dtype} D {key.head_size} S {key.keys} {mask}, {key.pairs} heads in all"
+
+
+def measure_key(key: Key, measure: Measure = kernel_times) -> Entry | None:
+    """The best cut, and the best implementation, for one key; None if nothing runs."""
+    arguments = _arguments(key)
+    names = gpu_blocks.NAMES[key.kind]
+    best: dict[str, tuple[float, Blocks]] = {}
+
+    def compiled(kernels: Kernels) -> Any:
+        try:
+            with gpu_triton.forced(kernels):
+                return _program(key, "triton").lower(*arguments).compile()
+        except Exception:  # a cut that this GPU has no room for is no candidate
+            return None
+
+    tried = gpu_blocks.candidates(key)
+    with ThreadPoolExecutor(THREADS) as pool:
+        programs = list(pool.map(compiled, tried))
+    for kernels, program in zip(tried, programs, strict=True):
+        if program is None:
+            continue
+        times = measure(program, arguments)
+        for name in names:
+            us = times.get(f"probjax_{name}")
+            if name in kernels and us is not None and us < best.get(name, (float("inf"),))[0]:
+                best[name] = us, kernels[name]
+    if not best:
+        return None
+    cuts = {name: block for name, (_, block) in best.items()}
+    if key.kind != "backward":
+        spent = {"triton": best[key.kind][0]}
+        other = None if key.kind == "tangent" else _cudnn(key, arguments, measure)
+        if other is not None:
+            spent["cudnn"] = other
+        faster = spent.get("cudnn", float("inf")) < spent["triton"] and key.keys >= CUDNN_KEYS
+        return Entry(key, "cudnn" if faster else "triton", cuts, spent)
+    one = best["one"][0] if "one" in best else float("inf")
+    both = best["query"][0] + best["key"][0] if {"query", "key"} <= set(best) else float("inf")
+    if one > both:
+        cuts.pop("one", None)
+    spent = {name: x for name, x in (("one", one), ("query+key", both)) if x < float("inf")}
+    return Entry(key, "triton", cuts, spent)
+
+
+def _cudnn(key: Key, arguments: Sequence[Any], measure: Measure) -> float | None:
+    if dispatch.implementations("cuda")["cudnn"] is not None:
+        return None
+    try:
+        return sum(measure(_program(key, "cudnn").lower(*arguments).compile(), arguments).values())
+    except Exception:  # a call that cuDNN does not take
+        return None
+
+
+def _program(key: Key, implementation: str) -> Any:
+    precision = {"float32_high": "high", "float32_highest": "highest"}.get(key.dtype)
+
+    def attend(query: Any, key_: Any, value: Any) -> Any:
+        return dot_product_attention(
+            query,
+            key_,
+            value,
+            is_causal=key.masked,
+            implementation=implementation,
+            precision=precision,
+            return_residual=True,
+        )
+
+    def forward(query: Any, key_: Any, value: Any, ct: Any) -> Any:
+        return attend(query, key_, value)
+
+    def backward(query: Any, key_: Any, value: Any, ct: Any) -> Any:
+        (_, lse), pull = jax.vjp(attend, query, key_, value)
+        return pull((ct, jnp.zeros_like(lse)))
+
+    def tangent(query: Any, key_: Any, value: Any, ct: Any) -> Any:
+        return jax.jvp(attend, (query, key_, value), (ct, value, key_))
+
+    return jax.jit({"forward": forward, "backward": backward, "tangent": tangent}[key.kind])
+
+
+def _arguments(key: Key) -> list[Any]:
+    heads = HEADS if key.pairs % HEADS == 0 else 1
+    shape = (key.pairs // heads, key.keys, heads, key.head_size)
+    dtype = key.dtype.split("_")[0]
+    return [jax.random.normal(jax.random.key(n), shape, dtype) for n in range(4)]
+
+
+def default_path() -> Path:
+    """Where the table of the GPU at hand is kept."""
+    return tables.cache_directory() / tables.file_name(str(jax.devices()[0].device_kind))
