@@ -72,7 +72,8 @@ def build_parser() -> argparse.ArgumentParser:
     tune = commands.add_parser(
         "tune",
         help="measure attention on this GPU, so that the fastest kernels are used",
-        description="Measure the kernels of attention on this GPU and keep the fastest in the cache directory "
+        description="Measure the kernels of attention on this GPU and keep the fastest in the cache "
+        "directory "
         "($PROBJAX_CACHE, else probjax in the user's cache directory). Compare docs/gpu-tuning.md.",
         formatter_class=_Formatter,
     )
