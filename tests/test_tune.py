@@ -125,3 +125,34 @@ def test_what_is_written_is_used(tmp_path, monkeypatch):
     assert found.lookup(Key("forward", "float16", 33, 100, 90, 3, True)) == entry
     assert found.lookup(Key("backward", "bfloat16", 64, 128, 128, 16, True)) is None
     assert found.lookup(Key("forward", "bfloat16", 128, 128, 128, 16, True)) is None
+
+
+def test_what_was_measured_is_kept_key_by_key(no_compiler):
+    wanted, kept = tune.keys(["bfloat16"], [64], [32, 64], 16, ["forward"]), []
+
+    def interrupted(program, arguments):
+        if len(kept) == 2:
+            raise KeyboardInterrupt
+        return fake(program, arguments)
+
+    with pytest.raises(KeyboardInterrupt):
+        tune.tune(wanted, measure=interrupted, report=lambda line: None, keep=kept.append)
+    assert [e.key for e in kept[-1].entries] == wanted[:2]
+
+
+def test_one_key_that_fails_is_not_the_end(no_compiler):
+    wanted, lines = tune.keys(["bfloat16"], [64], [32, 64], 16, ["forward"]), []
+
+    def failing(program, arguments):
+        if program.key == wanted[0]:
+            raise RuntimeError("CUPTI saw no kernel")
+        return fake(program, arguments)
+
+    found = tune.tune(wanted, measure=failing, report=lines.append)
+    assert [e.key for e in found.entries] == wanted[1:]
+    assert "CUPTI saw no kernel" in lines[0]
+
+
+def test_a_table_of_another_device_is_not_added_to(no_compiler):
+    with pytest.raises(ValueError, match="Imaginary"):
+        tune.tune([KEY], known=Table("NVIDIA Imaginary 1", {}, ()), measure=fake)

@@ -26,6 +26,14 @@ examples:
 """
 
 
+_DISPATCH_EXAMPLES = """\
+examples:
+  probjax bench dispatch --workers 8
+  probjax bench dispatch --dtypes bfloat16 --seq-lens 64,512 --impls probjax_default,jax_cudnn --tag after
+  probjax bench dispatch --find-max --batch 1 --impls probjax_default,jax_xla --max-seq 65536
+"""
+
+
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32)
@@ -34,6 +42,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
     from probjax.bench.attention.config import AttentionConfig
+    from probjax.bench.dispatch.config import DispatchConfig
 
     parser = argparse.ArgumentParser(
         prog="probjax", description="Fast exact attention for JAX: benchmarks, reports, machine information."
@@ -52,6 +61,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     AttentionConfig.add_arguments(attention)
     attention.set_defaults(action=_bench_attention, parser=attention)
+
+    dispatch = suites.add_parser(
+        "dispatch",
+        help="many short calls of attention, as small models make them",
+        description="Measure short attention calls from Python, inside a program and on the device, against "
+        "JAX's own ways, tokamax and PyTorch. Meant for a GPU; it runs on a CPU too.",
+        epilog=_DISPATCH_EXAMPLES,
+        formatter_class=_Formatter,
+    )
+    DispatchConfig.add_arguments(dispatch)
+    dispatch.set_defaults(action=_bench_dispatch, parser=dispatch)
 
     report = commands.add_parser(
         "report",
@@ -138,11 +158,24 @@ def _bench_attention(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _bench_dispatch(arguments: argparse.Namespace) -> int:
+    from probjax.bench.dispatch.config import DispatchConfig
+
+    config = DispatchConfig(**DispatchConfig.given(arguments))
+    if config.device is not None:
+        _choose_platform(config.device)
+    from probjax.bench.dispatch.run import run_dispatch
+
+    run_dispatch(config, started=_STARTED)
+    return 0
+
+
 def _choose_platform(device: str) -> None:
     # JAX takes an accelerator by default when there is one; the header must be true of every row.
     import jax
 
-    jax.config.update("jax_platforms", device)
+    # JAX_PLATFORMS, where it is set, may name a GPU by its kind, such as cuda.
+    jax.config.update("jax_platforms", "cuda,cpu" if device == "gpu" else device)
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -160,7 +193,12 @@ def _tune(arguments: argparse.Namespace) -> int:
         print("probjax tune: JAX sees no GPU here; there is nothing to tune on a CPU", file=sys.stderr)
         return 2
     from probjax import tune
-    from probjax.attention import tables
+    from probjax.attention import dispatch, tables
+
+    reason = dispatch.unavailable("triton", "gpu")
+    if reason is not None:
+        print(f"probjax tune: the kernels that it measures do not run here: {reason}", file=sys.stderr)
+        return 2
 
     def words(text: str) -> list[str]:
         return [word.strip() for word in text.split(",") if word.strip()]
@@ -185,7 +223,12 @@ def _tune(arguments: argparse.Namespace) -> int:
             words(arguments.kinds),
         )
     ]
-    table = tune.tune(wanted, seconds=arguments.seconds, known=known)
+    table = tune.tune(
+        wanted, seconds=arguments.seconds, known=known, keep=lambda table: tables.save(table, path)
+    )
+    if not table.entries:
+        print("probjax tune: nothing could be measured; nothing was written", file=sys.stderr)
+        return 1
     tables.save(table, path)
     print(f"written: {path}")
     return 0

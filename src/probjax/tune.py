@@ -44,6 +44,7 @@ def keys(
     Raises:
       ValueError: an unknown dtype or kind, or a size below 1.
     """
+    dtypes, head_sizes, lengths, kinds = list(dtypes), list(head_sizes), list(lengths), list(kinds)
     for name, given, known in (("dtypes", dtypes, DTYPES), ("kinds", kinds, tables.PASSES)):
         for x in given:
             if x not in known:
@@ -84,6 +85,7 @@ def tune(
     known: Table | None = None,
     measure: Measure = kernel_times,
     report: Callable[[str], None] = print,
+    keep: Callable[[Table], None] = lambda table: None,
 ) -> Table:
     """Measures keys one after the other.
 
@@ -93,27 +95,42 @@ def tune(
       known: a table whose entries are kept, and not measured again.
       measure: what takes the times.
       report: gets a line for each key.
+      keep: gets the table after each key, so that an interruption loses no more than one.
 
     Returns:
       The entries of `known` and the new ones.
+
+    Raises:
+      ValueError: `known` is of another device.
     """
     end = time.monotonic() + seconds
     device = str(jax.devices()[0].device_kind)
+    if known is not None and tables.file_name(known.device) != tables.file_name(device):
+        raise ValueError(f"append: the file has measurements of {known.device!r}, and this is {device!r}")
     entries = {entry.key: entry for entry in (known.entries if known else ())}
+
+    def table() -> Table:
+        return Table(device, {"jax": jax.__version__}, tuple(entries.values()))
+
     for number, key in enumerate(wanted, 1):
         if key in entries:
             continue
         if time.monotonic() > end:
             report(f"the time is over: {len(wanted) - number + 1} of {len(wanted)} keys were not measured")
             break
-        found = measure_key(key, measure)
+        try:
+            found = measure_key(key, measure)
+        except RuntimeError as error:  # one key that the profiler or the memory fails for is not the end
+            report(f"{number}/{len(wanted)} {describe(key)}: failed: {error}")
+            continue
         if found is None:
             report(f"{number}/{len(wanted)} {describe(key)}: nothing could be measured")
             continue
         entries[key] = found
         times = ", ".join(f"{name} {us:.1f} us" for name, us in sorted(found.microseconds.items()))
         report(f"{number}/{len(wanted)} {describe(key)}: {found.implementation} ({times})")
-    return Table(device, {"jax": jax.__version__}, tuple(entries.values()))
+        keep(table())
+    return table()
 
 
 def describe(key: Key) -> str:

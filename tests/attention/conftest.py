@@ -2,7 +2,8 @@
 
 Compiling dominates the time of these tests. So of the cases on `reference` and `dense`, which share masks or
 tile mathematics with the others, the quick suite runs every eighth of each test function, and of functions
-with one case every other; the rest are marked slow. `make test-all` runs them all.
+with one case every other; of the GPU kernels in Pallas's interpreter, every third. The rest are marked slow;
+`make test-all` runs them all.
 """
 
 from collections import defaultdict
@@ -14,6 +15,8 @@ from oracle import PARAMETERS
 
 THINNED = {"reference": 0, "dense": 1}
 EVERY = 8
+EVERY_KERNEL = 3
+INTERPRETED = ("test_triton.py", "test_cudnn.py")
 DECLINING = ("triton", "cudnn", "interpret")
 
 
@@ -58,6 +61,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             cases[item.path, item.originalname, name].append(item)  # type: ignore[attr-defined]
         impossible = name == "native" and item.get_closest_marker("score_function")
         (dropped if impossible else kept).append(item)
+    kernels = defaultdict(list)
+    for item in kept:
+        if item.path.name in INTERPRETED:
+            kernels[item.path, item.originalname].append(item)  # type: ignore[attr-defined]
+    for same in kernels.values():
+        for number, item in enumerate(same):
+            if number % EVERY_KERNEL:
+                item.add_marker(pytest.mark.slow)
     functions: dict = {}
     for (path, function, name), same in cases.items():
         turn = functions.setdefault((path, function), len(functions))

@@ -9,7 +9,7 @@ from bench_helpers import load, rows_of
 
 from probjax.bench.attention import jax_rows, memory, suite
 from probjax.bench.attention.cells import AttentionCell
-from probjax.bench.attention.config import AttentionConfig
+from probjax.bench.attention.config import AttentionConfig, configs
 from probjax.bench.attention.run import run_attention
 from probjax.bench.attention.torch_row import VARIABLE, TorchPeer
 from probjax.bench.measure import Unavailable
@@ -75,8 +75,8 @@ def test_half_types_are_measured_against_their_own_rounded_inputs(tiny, console,
 def test_the_error_column_takes_the_worst_gradient(tiny, console, monkeypatch):
     real = jax_rows.prepare
 
-    def off(impl, cell, inputs):
-        ready = real(impl, cell, inputs)
+    def off(impl, cell, inputs, **more):
+        ready = real(impl, cell, inputs, **more)
         exact = ready.result
         name = "table" if cell.mode == "fwdbwd" else "output"
         ready.result = lambda: {n: a * (1 + 1e-4 * (n == name)) for n, a in exact().items()}
@@ -92,8 +92,8 @@ def test_the_error_column_takes_the_worst_gradient(tiny, console, monkeypatch):
 def test_a_wrong_result_gets_no_time(tiny, console, monkeypatch, wrong):
     real = jax_rows.prepare
 
-    def off(impl, cell, inputs):
-        ready = real(impl, cell, inputs)
+    def off(impl, cell, inputs, **more):
+        ready = real(impl, cell, inputs, **more)
         exact = ready.result
         ready.result = lambda: {n: a * wrong for n, a in exact().items()}
         return ready
@@ -101,7 +101,7 @@ def test_a_wrong_result_gets_no_time(tiny, console, monkeypatch, wrong):
     monkeypatch.setattr(suite.jax_rows, "prepare", off)
     path = run(tiny, console, impls="jax_xla", variants="plain", modes="fwd")
     (row,) = load(path)["results"]
-    assert row["status"] == "error"
+    assert row["status"] == "wrong"
     assert "wrong" in row["reason"]
     assert "median_ms" not in row
 
@@ -307,3 +307,37 @@ def test_torch_itself(tiny, console, monkeypatch):
                 assert peer.hello["torch"]
         finally:
             peer.close()
+
+
+@pytest.mark.parametrize("variant", ["documents", "window", "bias", "mask"])
+def test_the_variants_of_the_gpu_preset_run_here_too(tiny, console, variant):
+    impls = "probjax_default,probjax_flex,probjax_flax,jax_xla"
+    path = run(tiny, console, impls=impls, variants=variant, seqs="16,24", batch=2)
+    rows = load(path)["results"]
+    assert len(rows) == 16
+    assert all(row["status"] == "ok" and row["rel_err"] < 2e-6 for row in rows), rows
+
+
+@pytest.mark.skipif(REAL_TORCH is None, reason=f"{VARIABLE} names no interpreter with torch")
+@pytest.mark.parametrize("variant", ["documents", "window", "bias", "mask"])
+def test_torch_computes_the_variants_of_the_gpu_preset(tiny, console, variant):
+    path = run(tiny, console, impls="torch_sdpa", variants=variant, seqs="24", batch=2)
+    assert all(row["status"] == "ok" and row["rel_err"] < 2e-6 for row in load(path)["results"])
+
+
+def test_tokens_set_the_batch(tiny):
+    cells = AttentionConfig(**{**tiny, "seqs": "16,32", "tokens": 64, "variants": "plain"}).cells()
+    assert {(cell.seq, cell.batch) for cell in cells} == {(16, 4), (32, 2)}
+    with pytest.raises(ValueError, match="tokens: got 64, wanted a multiple"):
+        AttentionConfig(seqs="24", tokens=64)
+
+
+def test_the_gpu_preset_has_the_shapes_of_the_baseline():
+    cells = [cell for config in configs({"preset": "gpu"}) for cell in config.cells()]
+    assert {cell.batch * cell.seq for cell in cells} == {16384}
+    assert {(cell.heads, cell.head_dim, cell.dtype) for cell in cells} == {(16, 128, "bfloat16")}
+    assert {(cell.variant, cell.seq) for cell in cells} >= {
+        ("documents", 8192), ("window", 8192), ("bias", 4096), ("mask", 1024),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="xla_temp_mb"):
+        configs({"preset": "gpu", "peaks": True})

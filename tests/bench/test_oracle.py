@@ -5,8 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from probjax.bench.attention.cells import AttentionCell, distance_buckets, make_inputs
+from probjax.bench.attention import device_oracle
+from probjax.bench.attention.cells import VARIANTS, AttentionCell, distance_buckets, make_inputs
 from probjax.bench.attention.oracle import reference, relative_error
+from probjax.bench.attention.sample import steps, thin
 
 
 def cell(variant="plain", dtype="float32", seq=7, batch=2, heads=2, head_dim=3):
@@ -123,3 +125,29 @@ def test_relative_error():
             got = {name: wanted[name].copy() for name in names}
             got["a"][0] = bad
             assert not math.isfinite(relative_error(got, wanted))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("part", [False, True])
+def test_the_reference_on_the_device_agrees_with_float64(variant, part):
+    problem = AttentionCell("fwdbwd", variant, "float32", 3, 20, 3, 4)
+    inputs = make_inputs(problem)
+    options = {"causal": problem.causal, "gradients": True, "window": 5 if variant == "window" else None}
+    step = steps(problem) if part else (1, 1)
+    exact = reference(inputs, block=7, **options)
+    found = device_oracle.reference(thin(inputs, step), **options)
+    # A part of the reference is the reference of the part.
+    assert relative_error(found, thin(exact, step)) < 2e-6
+    assert set(found) == {"output", *problem.learned}
+
+
+def test_documents_are_causal_and_cover_the_row():
+    ids = make_inputs(AttentionCell("fwd", "documents", "float32", 4, 50, 1, 2))["segment_ids"]
+    assert ids.shape == (4, 50)
+    assert (np.diff(ids) >= 0).all() and set(ids.ravel()) == set(range(8))
+
+
+def test_a_random_mask_shows_every_query_itself():
+    mask = make_inputs(AttentionCell("fwd", "mask", "float32", 2, 40, 1, 2))["mask"]
+    assert mask.shape == (2, 1, 40, 40) and mask[:, 0].diagonal(axis1=1, axis2=2).all()
+    assert 0.4 < mask.mean() < 0.6

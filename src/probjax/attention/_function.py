@@ -4,6 +4,7 @@ bands.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -19,6 +20,15 @@ TILE = 64
 
 MIXED_TILES = 2**12
 """Most different tiles that are neither all visible nor all hidden: 16 MiB of constants in a program."""
+
+
+def on_host() -> contextlib.AbstractContextManager[object]:
+    """What is known while tracing is computed by the processor, unless JAX was told to leave that out."""
+    try:
+        return jax.default_device(jax.devices("cpu")[0])
+    except RuntimeError:
+        return contextlib.nullcontext()
+
 
 _PAIRS = 2**31  # more are not evaluated one by one while a program is traced
 
@@ -73,7 +83,7 @@ def _tile_rows(fn: Callable, query_length: int, key_length: int) -> Iterator[tup
 
     for start in range(0, query_length, TILE):
         queries = np.arange(start, start + TILE, dtype=np.int32)
-        with jax.ensure_compile_time_eval(), jax.default_device(jax.devices("cpu")[0]):
+        with jax.ensure_compile_time_eval(), on_host():
             seen = np.array(of_row(np.minimum(queries, query_length - 1)))
         inside = (queries < query_length)[:, None, None] & (keys < key_length).reshape(1, columns, TILE)
         yield seen, inside.swapaxes(0, 1)
@@ -93,7 +103,7 @@ def as_band(fn: Callable, query_length: int, key_length: int) -> tuple[int, int]
         return None
     # The first row and the first column hold every distance once: they name the only band possible.
     zero = np.int32(0)
-    with jax.ensure_compile_time_eval(), jax.default_device(jax.devices("cpu")[0]):
+    with jax.ensure_compile_time_eval(), on_host():
         row = jax.vmap(lambda k: fn(zero, zero, zero, k))(np.arange(key_length, dtype=np.int32))
         column = jax.vmap(lambda q: fn(zero, zero, q, zero))(np.arange(query_length, dtype=np.int32))
     seen = np.concatenate([np.asarray(column, bool)[:0:-1], np.asarray(row, bool)])

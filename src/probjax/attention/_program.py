@@ -21,7 +21,7 @@ import numpy as np
 
 from probjax._op import Call, axis_sizes
 from probjax.attention import biases, masks
-from probjax.attention._function import TILE, as_band, looks_at, tile_table
+from probjax.attention._function import TILE, as_band, looks_at, on_host, tile_table
 from probjax.attention._mask import Mask, _And, _Not, _Or, offset
 from probjax.attention._scalar import NotElementwise, trace
 from probjax.attention._scalar import looks_at as looks_at_argument
@@ -490,7 +490,7 @@ def _buckets(
 ) -> np.ndarray:
     """Buckets along a strip: known when a program is traced, so that a call does not compute them again."""
     bias = biases.RelativePosition(None, bucketing, max_distance, bidirectional)
-    with jax.ensure_compile_time_eval(), jax.default_device(jax.devices("cpu")[0]):
+    with jax.ensure_compile_time_eval(), on_host():
         return np.asarray(bias._bucket(jnp.asarray(_distances(query_length, key_length)), count))
 
 

@@ -117,9 +117,19 @@ def shape_of(call: Call, arrays: Sequence[Any]) -> gpu_blocks.Shape:
         D=sizes["D"],
         V=sizes["V"],
         batch=math.prod(batch_shape(call, arrays)),
-        masked=spec.mask is not None,
+        masked=_hides(call, arrays),
         biased=spec.bias is not None,
     )
+
+
+def _hides(call: Call, arrays: Sequence[Any]) -> bool:
+    """Whether a mask of the call says anything: one that shows every pair costs what none does."""
+    if call.spec.mask is None:
+        return False
+    try:
+        return bool(lower(call, arrays, functions=True).mask)
+    except Unsupported:
+        return True
 
 
 def _structs(arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:

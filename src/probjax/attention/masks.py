@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from probjax._op import Operand
+from probjax.attention._function import on_host
 from probjax.attention._mask import Grid, Mask, Range, check_alignment, offset, static_range
 from probjax.attention._terms import (
     Array,
@@ -392,6 +393,6 @@ def _evaluate(fn: Callable, q_first: tuple, q_last: tuple, k_first: tuple, k_las
         return seen.any(axis=(0, 2)), seen.all(axis=(0, 2))
 
     queries = np.minimum(rows[:, None] + np.arange(q_width), np.asarray(q_last)[:, None]).astype(np.int32)
-    with jax.ensure_compile_time_eval(), jax.default_device(jax.devices("cpu")[0]):
+    with jax.ensure_compile_time_eval(), on_host():
         some, every = jax.jit(lambda q: jax.lax.map(row, q))(queries)
     return np.asarray(some), np.asarray(every)

@@ -1,7 +1,7 @@
 """Measured tables: which implementation and which cut is fastest on one GPU, as data.
 
 A table is a JSON file. Those in the folder `data` beside this module come with the package, with the device
-they were measured on; `probjax tune` writes one for the user's own GPU, which is looked at first.
+they were measured on; `probjax tune` writes one for the user's own GPU, whose entries come first.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 FORMAT = 1
 PASSES = ("forward", "backward", "tangent")
+IMPLEMENTATIONS = ("triton", "cudnn")
+_MOST_WARPS = 32  # of one program, on every NVIDIA GPU
 _PACKAGED = Path(__file__).with_name("data")
 
 
@@ -59,7 +61,8 @@ class Key:
 @dataclass(frozen=True)
 class Entry:
     """The best that was found for a key: the implementation, the cuts of the Triton kernels (also where
-    another implementation is faster), and the microseconds on the device of all that were tried.
+    another implementation is faster), and the microseconds on the device of all that were tried. Without
+    microseconds it was not measured: its cuts are those of the same call with, or without, a mask.
     """
 
     key: Key
@@ -79,9 +82,10 @@ class Table:
     def lookup(self, key: Key) -> Entry | None:
         """The entry measured nearest to a key.
 
-        Kind, dtype (float16 counts as bfloat16) and masked are the key's own; the head size is its own or
-        else the next larger one. Among those the nearest in the logarithms of both lengths counts, and then
-        in that of pairs. None if nothing of that kind and dtype, or no head size so large, was measured.
+        Kind and dtype (float16 counts as bfloat16) are the key's own, and so is masked, unless the table has
+        only the other of that kind and dtype; the head size is its own or else the next larger one. Among
+        those the nearest in the logarithms of both lengths counts, and then in that of pairs; of two equally
+        near the smaller. None if nothing of that kind and dtype, or no head size so large, was measured.
         """
         dtype = "bfloat16" if key.dtype == "float16" else key.dtype
         alike = [e for e in self.entries if e.key.kind == key.kind and e.key.dtype == dtype]
@@ -102,14 +106,23 @@ def _distance(a: Key, b: Key) -> tuple[float, ...]:
 
 
 def cache_directory() -> Path:
-    """Where `probjax tune` keeps its tables: $PROBJAX_CACHE, or probjax in the user's cache directory."""
+    """Where `probjax tune` keeps its tables: $PROBJAX_CACHE, or probjax in the user's cache directory.
+
+    Raises:
+      FileNotFoundError: neither is set, and the user has no home directory.
+    """
     given = os.environ.get("PROBJAX_CACHE")
     if given:
         return Path(given)
     if os.environ.get("XDG_CACHE_HOME"):
         return Path(os.environ["XDG_CACHE_HOME"]) / "probjax"
     base = Path("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
-    return base.expanduser() / "probjax"
+    try:
+        return base.expanduser() / "probjax"
+    except RuntimeError:
+        raise FileNotFoundError(
+            "the user has no home directory: set PROBJAX_CACHE to a directory for tables"
+        ) from None
 
 
 def file_name(device: str) -> str:
@@ -118,30 +131,59 @@ def file_name(device: str) -> str:
 
 
 def table_for(device: str) -> Table | None:
-    """The table of a device: the user's own, else the packaged one; None if there is neither."""
-    return _table_for(device, str(cache_directory()))
+    """The entries of the user's own table of a device, and those of the packaged one for other keys; None if
+    there is neither.
+    """
+    return _table_for(device, _own_directory())
 
 
 @functools.lru_cache(maxsize=16)
-def _table_for(device: str, directory: str) -> Table | None:
-    found = source(device, directory)
-    if found is None:
+def _table_for(device: str, own: Path | None) -> Table | None:
+    tables = [table for folder in _folders(own) if (table := _read(folder / file_name(device))) is not None]
+    if not tables:
+        return None
+    entries: dict[Key, Entry] = {}
+    for table in tables:  # the user's own comes first, and is seldom the whole grid
+        for entry in table.entries:
+            entries.setdefault(entry.key, entry)
+    return Table(tables[0].device, tables[0].versions, tuple(entries.values()))
+
+
+def source(device: str) -> Path | None:
+    """The first file that `table_for` reads; None if there is none."""
+    paths = (folder / file_name(device) for folder in _folders(_own_directory()))
+    return next((path for path in paths if _read(path) is not None), None)
+
+
+def _own_directory() -> Path | None:
+    try:
+        return cache_directory()
+    except FileNotFoundError:
+        return None
+
+
+def _folders(own: Path | None) -> list[Path]:
+    return [_PACKAGED] if own is None else [own, _PACKAGED]
+
+
+@functools.lru_cache(maxsize=32)
+def _read(path: Path) -> Table | None:
+    """A table; None, with one warning, if it is broken, and without one if there is none."""
+    try:
+        if not path.is_file():
+            return None
+    except OSError:  # a directory that this user may not enter, as a container's home directory can be
         return None
     try:
-        return load(found)
+        table = load(path)
+        if file_name(table.device) != path.name:
+            raise ValueError(f"it was measured on {table.device!r}, which its name does not say")
     except (OSError, ValueError) as error:
-        warnings.warn(f"the table {found} is ignored: {error}", stacklevel=2)
-        packaged = _PACKAGED / file_name(device)
-        return load(packaged) if packaged.is_file() and packaged != found else None
-
-
-def source(device: str, directory: str | None = None) -> Path | None:
-    """The file that `table_for` reads; None if there is none."""
-    for folder in (Path(directory) if directory else cache_directory(), _PACKAGED):
-        path = folder / file_name(device)
-        if path.is_file():
-            return path
-    return None
+        warnings.warn(
+            f"the table {path} is ignored: {error}; run `probjax tune` again or delete it", stacklevel=4
+        )
+        return None
+    return table
 
 
 def save(table: Table, path: Path) -> None:
@@ -153,6 +195,7 @@ def save(table: Table, path: Path) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(text)
     partial.replace(path)
+    _read.cache_clear()
     _table_for.cache_clear()
 
 
@@ -178,34 +221,65 @@ def load(path: Path) -> Table:
         raise ValueError(f"{path.name}: it is not JSON: {error}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         got = content.get("format") if isinstance(content, dict) else type(content).__name__
-        raise ValueError(f"{path.name}: got format {got!r}, want {FORMAT}: run `probjax tune` again")
-    try:
-        entries = tuple(_entry(x) for x in content["entries"])
-        return Table(str(content["device"]), dict(content["versions"]), entries)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path.name}: an entry lacks or misspells a field: {error}") from None
+        raise ValueError(f"{path.name}: got format {got!r}, want {FORMAT}")
+    for name, kind in (("device", str), ("versions", dict), ("entries", list)):
+        if not isinstance(content.get(name), kind):
+            raise ValueError(f"{path.name}: {name}: got {content.get(name)!r:.60}, want a {kind.__name__}")
+    entries = []
+    for number, x in enumerate(content["entries"]):
+        try:
+            entries.append(_entry(x))
+        except ValueError as error:
+            raise ValueError(f"{path.name}: entry {number}: {error}") from None
+    return Table(content["device"], content["versions"], tuple(entries))
 
 
-def _entry(content: Mapping[str, Any]) -> Entry:
-    names = ("kind", "dtype", "head_size", "queries", "keys", "pairs", "masked")
-    key = Key(**{name: content[name] for name in names})
-    if key.kind not in PASSES:
-        raise ValueError(f"kind: got {key.kind!r}, want one of {', '.join(PASSES)}")
-    kernels = {name: _blocks(name, cut) for name, cut in content["kernels"].items()}
-    return Entry(key, str(content["implementation"]), kernels, dict(content.get("microseconds", {})))
+def _entry(content: Any) -> Entry:
+    if not isinstance(content, dict):
+        raise ValueError(f"got {content!r:.60}, want an object")
+
+    def field_of(name: str, right: Callable[[Any], bool], want: str) -> Any:
+        if name not in content or not right(content[name]):
+            raise ValueError(f"{name}: got {content.get(name)!r:.60}, want {want}")
+        return content[name]
+
+    def one_of(name: str, known: Sequence[str]) -> str:
+        return str(field_of(name, lambda x: x in known, f"one of {', '.join(known)}"))
+
+    def size(name: str) -> int:
+        return int(field_of(name, lambda x: _whole(x) and x > 0, "a whole number of 1 or more"))
+
+    def mapping(name: str) -> dict[str, Any]:
+        return dict(field_of(name, lambda x: isinstance(x, dict), "an object"))
+
+    key = Key(
+        kind=one_of("kind", PASSES),
+        dtype=str(field_of("dtype", lambda x: isinstance(x, str), "a name")),
+        head_size=size("head_size"),
+        queries=size("queries"),
+        keys=size("keys"),
+        pairs=size("pairs"),
+        masked=bool(field_of("masked", lambda x: isinstance(x, bool), "true or false")),
+    )
+    kernels = {name: _blocks(name, cut) for name, cut in mapping("kernels").items()}
+    times = mapping("microseconds")
+    for name, us in times.items():
+        if not isinstance(us, int | float) or isinstance(us, bool) or not 0 <= us < math.inf:
+            raise ValueError(f"microseconds: got {us!r:.60} of {name}, want a number")
+    return Entry(key, one_of("implementation", IMPLEMENTATIONS), kernels, times)
 
 
-def _blocks(name: str, cut: Sequence[Any]) -> Blocks:
-    powers = all(isinstance(n, int) and n > 0 and n & (n - 1) == 0 for n in cut[:3])
-    if (
-        len(cut) != 4
-        or not powers
-        or not isinstance(cut[3], int)
-        or not 1 <= cut[3] <= 8
-        or min(cut[:2]) < 16
-    ):
-        raise ValueError(
-            f"{name}: got the cut {cut}, want [queries, keys, warps, stages], powers of two of 16 or more, "
-            "a power of two of warps, and 1 to 8 stages"
-        )
-    return Blocks(*cut)
+def _whole(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _blocks(name: str, cut: Any) -> Blocks:
+    if isinstance(cut, list) and len(cut) == 4 and all(_whole(n) for n in cut):
+        queries, keys, warps, stages = cut
+        powers = all(n > 0 and n & (n - 1) == 0 for n in (queries, keys, warps))
+        if powers and min(queries, keys) >= 16 and warps <= _MOST_WARPS and 1 <= stages <= 8:
+            return Blocks(queries, keys, warps, stages)
+    raise ValueError(
+        f"{name}: got the cut {cut!r:.60}, want [queries, keys, warps, stages]: powers of two of 16 or more, "
+        f"a power of two of warps, at most {_MOST_WARPS}, and 1 to 8 stages"
+    )

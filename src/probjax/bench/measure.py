@@ -50,6 +50,19 @@ class Failed(Exception):
     """A peer that broke while it ran; the message says how."""
 
 
+class Wrong(Failed):
+    """A peer whose result is wrong: it gets no time, and is no peer to be compared with.
+
+    Args:
+      message: what is wrong.
+      columns: what is known of the error.
+    """
+
+    def __init__(self, message: str, columns: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.columns = columns or {}
+
+
 class OutOfTime(Exception):
     """The time budget ended before a cell could be measured."""
 
@@ -65,6 +78,11 @@ class Prepared:
       columns: result columns known before timing (compile times, memory, ...).
       result: returns the outputs as arrays, by name, for the error columns.
       release: frees what the implementation holds.
+      program: the same operation chained inside one program, a call of `run` being one operation of the
+        chain times `program_length`; None when that is not measured.
+      program_length: operations in one call of `program`.
+      device: measures the time of the kernels alone and returns its columns; None when that is not measured.
+      wall: whether `run` itself is timed.
     """
 
     impl: str
@@ -72,6 +90,10 @@ class Prepared:
     columns: dict[str, Any] = field(default_factory=dict)
     result: Callable[[], dict[str, Any]] = dict
     release: Callable[[], None] = lambda: None
+    program: Callable[[int], float] | None = None
+    program_length: int = 1
+    device: Callable[[], dict[str, Any]] | None = None
+    wall: bool = True
 
 
 class Cell(Protocol):
@@ -139,6 +161,11 @@ class Samples:
             "samples": len(self.seconds),
         }
 
+    def program_columns(self, length: int) -> dict[str, Any]:
+        """Return the timing columns of a program that holds `length` operations: microseconds for one."""
+        low, middle, high = (1e6 * value / length for value in quartiles(self.seconds))
+        return {"program_us": middle, "q1_program_us": low, "q3_program_us": high}
+
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Return first quartile, median and third quartile (linear interpolation)."""
@@ -196,6 +223,7 @@ def interleave(
     min_sample_s: float,
     deadline: Deadline,
     step: Callable[[], None] = lambda: None,
+    quiet: Callable[[], None] = drain,
 ) -> tuple[dict[str, Samples], dict[str, str]]:
     """Take samples of all peers in turn.
 
@@ -205,6 +233,7 @@ def interleave(
       min_sample_s: length of a sample, in seconds; short calls are repeated to reach it.
       deadline: rounds end here, after at least MIN_SAMPLES of them.
       step: called after each round.
+      quiet: called before each sample, to wait until nothing else runs.
 
     Returns:
       The samples by row label, and the reasons of those peers that broke on the way.
@@ -219,7 +248,7 @@ def interleave(
         check_stop()
         if peer.impl in broken:
             return
-        drain()
+        quiet()
         try:
             action(peer)
         except (Failed, MemoryError, RuntimeError) as error:

@@ -42,8 +42,11 @@ _BOOKKEEPING = {
     "threads",
 }
 _BOOKKEEPING |= {"status", "reason", "error", "note"}
+_BOOKKEEPING |= {"kernels", "device_source", "device_reason", "program_reason"}
 _GOOD_STATUS = {"ok", "measured", "done"}
 _PEERS = ("jax_xla", "torch_sdpa", "bare_jit", "none", "plain")
+# On a GPU the dense form is no peer to speak of.
+_PEERS_OF = {"dispatch": ("jax_cudnn", *_PEERS)}
 # Columns that say nothing about why a cell was not measured, and how many cells are few enough to be listed.
 _NOT_IN_PROBLEMS = {"impl", "section", "batch", "heads", "model_dim"}
 _FEW_CELLS = 16
@@ -260,7 +263,7 @@ def _suite(name: str, files: Sequence[ReportFile]) -> dict[str, Any]:
         "constants": [[c, v] for c, v in constants.items() if c not in placed],
         "measures": measures,
         "peers": peers if len(peers) > 1 and series != "model" else [],
-        "peer": next((p for p in _PEERS if p in peers), peers[0] if peers else None),
+        "peer": next((p for p in _PEERS_OF.get(name, _PEERS) if p in peers), peers[0] if peers else None),
         "overValues": _ordered(_distinct(p.cell.get(over) for p in points)) if over else [None],
         "downValues": _ordered(_distinct(p.cell.get(down) for p in points)) if down else [None],
         "points": [

@@ -17,10 +17,13 @@ from probjax.bench.measure import (
     Failed,
     OutOfTime,
     Prepared,
+    Samples,
     Skipped,
     Unavailable,
+    Wrong,
     check_stop,
     describe,
+    drain,
     interleave,
     request_stop,
 )
@@ -145,6 +148,23 @@ def measure_cell(
       OutOfTime: when the budget ended before anything was timed.
     """
     bar.begin(cell.work)
+    rows, prepared = prepare_cell(suite, cell, impls, deadline=deadline, bar=bar)
+    return time_cell(
+        suite, cell, rows, prepared, settings=settings, deadline=deadline, bar=bar, shared=shared
+    )
+
+
+def prepare_cell(
+    suite: Suite, cell: Cell, impls: Sequence[str], *, deadline: Deadline, bar: Bar
+) -> tuple[dict[str, dict[str, Any]], list[Prepared]]:
+    """Compile and check the given implementations of one cell.
+
+    Returns:
+      The rows by implementation, and what is ready to be timed.
+
+    Raises:
+      OutOfTime: when the budget ended before all were prepared.
+    """
     rows = {impl: {"impl": impl, **cell.columns()} for impl in impls}
     prepared: list[Prepared] = []
     try:
@@ -156,27 +176,73 @@ def measure_cell(
             if ready is not None:
                 prepared.append(ready)
             bar.show(f"{cell.title}: {impl}", _PREPARE_SHARE / len(impls))
-        share = (1 - _PREPARE_SHARE) / settings.repeats
-        bar.show(f"{cell.title}: timing")
+    except BaseException:
+        _release(prepared)
+        raise
+    return rows, prepared
+
+
+def time_cell(
+    suite: Suite,
+    cell: Cell,
+    rows: dict[str, dict[str, Any]],
+    prepared: Sequence[Prepared],
+    *,
+    settings: Any,
+    deadline: Deadline,
+    bar: Bar,
+    shared: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Time what `prepare_cell` made ready, and let go of it; see `measure_cell`."""
+    share = (1 - _PREPARE_SHARE) / settings.repeats
+    bar.show(f"{cell.title}: timing")
+    timed = [peer for ready in prepared for peer in _timed(ready)]
+    try:
         samples, broken = interleave(
-            prepared,
+            timed,
             repeats=settings.repeats,
             min_sample_s=settings.min_sample_ms / 1e3,
             deadline=deadline,
             step=lambda: bar.show(f"{cell.title}: timing", share),
+            # Threads that spin after a call disturb what runs on the processor; a device they do not.
+            quiet=drain if getattr(suite, "device", "cpu") == "cpu" else lambda: None,
         )
         for ready in prepared:
-            row = rows[ready.impl]
-            if ready.impl in broken:
-                row.update(status="error", reason=broken[ready.impl])
-                continue
-            error = row.pop("rel_err", None)
-            row.update(samples[ready.impl].columns())
-            row.update(rel_err=error, status="ok")
+            _fill(rows[ready.impl], ready, samples, broken)
     finally:
-        for ready in prepared:
-            ready.release()
+        _release(prepared)
     return [{**row, **shared} for row in rows.values()]
+
+
+_PROGRAM = " in a program"
+
+
+def _timed(ready: Prepared) -> list[Prepared]:
+    """Return what is sampled of one implementation: its calls, and its calls inside a program."""
+    inside = [] if ready.program is None else [Prepared(ready.impl + _PROGRAM, ready.program)]
+    return [*([ready] if ready.wall else []), *inside]
+
+
+def _fill(row: dict[str, Any], ready: Prepared, samples: dict[str, Samples], broken: dict[str, str]) -> None:
+    """Add the times of one implementation to its row."""
+    if ready.impl in broken:
+        row.update(status="error", reason=broken[ready.impl])
+        return
+    error = row.pop("rel_err", None)
+    if ready.impl in samples:
+        row.update(samples[ready.impl].columns())
+    row.update(rel_err=error, status="ok")
+    if (inside := ready.impl + _PROGRAM) in samples:
+        row.update(samples[inside].program_columns(ready.program_length))
+    elif inside in broken:
+        row.update(program_reason=broken[inside])
+    if ready.device is not None:
+        row.update(ready.device())
+
+
+def _release(prepared: Sequence[Prepared]) -> None:
+    for ready in prepared:
+        ready.release()
 
 
 def _prepare(suite: Suite, impl: str, cell: Cell, row: dict[str, Any]) -> Prepared | None:
@@ -199,6 +265,10 @@ def _prepare(suite: Suite, impl: str, cell: Cell, row: dict[str, Any]) -> Prepar
     row.update(ready.columns)
     try:
         row.update(suite.check(cell, ready))
+    except Wrong as error:
+        ready.release()
+        row.update(status="wrong", reason=describe(error), **error.columns)
+        return None
     except (Failed, MemoryError, RuntimeError) as error:
         ready.release()
         row.update(status="error", reason=describe(error))

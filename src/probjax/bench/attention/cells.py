@@ -5,12 +5,18 @@ from typing import Any
 
 import numpy as np
 
-VARIANTS = ("plain", "causal", "masked_bias")
+VARIANTS = ("plain", "causal", "masked_bias", "documents", "window", "bias", "mask")
+# Those of the reference file, measured when nothing else is asked for.
+FIRST_VARIANTS = VARIANTS[:3]
 MODES = ("fwd", "fwdbwd")
 DTYPES = ("float32", "bfloat16", "float16")
 # The relative-position table of the variant `masked_bias`: T5's bucket count and longest distance.
 BUCKETS = 32
 MAX_DISTANCE = 128
+# Keys before its own position that a query of the variant `window` sees, and documents in a row of the
+# variant `documents`.
+WINDOW = 256
+DOCUMENTS = 8
 _SEED = 20261130
 
 
@@ -20,12 +26,16 @@ class AttentionCell:
 
     Attributes:
       mode: ``fwd``, or ``fwdbwd`` for the gradients of sum(output · cotangent).
-      variant: ``plain``, ``causal``, or ``masked_bias`` (causal with a relative-position bias table).
+      variant: ``plain``; ``causal``; ``masked_bias``, causal with a relative-position bias table;
+        ``documents``, causal within documents of random lengths; ``window``, causal over the last WINDOW
+        keys; ``bias``, a dense additive array (1, heads, seq, seq) with its gradient; ``mask``, a random
+        boolean array (batch, 1, seq, seq).
       dtype: of query, key, value and cotangent; the bias table is float32.
       batch: number of sequences.
       seq: tokens in each, for queries and keys alike.
       heads: number of heads.
       head_dim: size of a head.
+      precision: of the matrix products, ``default`` or ``highest``.
     """
 
     mode: str
@@ -35,6 +45,7 @@ class AttentionCell:
     seq: int
     heads: int
     head_dim: int
+    precision: str = "default"
 
     @property
     def title(self) -> str:
@@ -55,7 +66,22 @@ class AttentionCell:
     @property
     def causal(self) -> bool:
         """Whether a query sees no later key."""
-        return self.variant != "plain"
+        return self.variant in ("causal", "masked_bias", "documents", "window")
+
+    @property
+    def window(self) -> int | None:
+        """How many keys before its own position a query sees; None for all of them."""
+        return WINDOW if self.variant == "window" else None
+
+    @property
+    def extra(self) -> tuple[str, ...]:
+        """The inputs besides query, key, value and cotangent, in the order of the call."""
+        return _EXTRA.get(self.variant, ())
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """The inputs that are differentiated in the mode ``fwdbwd``."""
+        return ("query", "key", "value", *(name for name in self.extra if name in ("table", "bias")))
 
     @property
     def biased(self) -> bool:
@@ -80,6 +106,7 @@ class AttentionCell:
         }
 
 
+_EXTRA = {"masked_bias": ("table",), "documents": ("segment_ids",), "bias": ("bias",), "mask": ("mask",)}
 CELL_COLUMNS = ("mode", "variant", "dtype", "batch", "seq", "heads", "head_dim")
 
 
@@ -98,7 +125,9 @@ def make_inputs(cell: AttentionCell) -> dict[str, np.ndarray]:
 
     Returns:
       float32 arrays, standard normal: `query`, `key`, `value`, `cotangent` of shape (batch, seq, heads,
-      head_dim), already rounded to the cell's dtype, and for a biased cell `table` (heads, BUCKETS).
+      head_dim), already rounded to the cell's dtype. By the variant also `table` (heads, BUCKETS), `bias`
+      (1, heads, seq, seq) rounded to the dtype, `segment_ids` int32 (batch, seq), or `mask` bool (batch, 1,
+      seq, seq), half of it True and all of its diagonal.
     """
     generator = np.random.default_rng([_SEED, cell.batch, cell.seq, cell.heads, cell.head_dim])
     arrays = {}
@@ -107,7 +136,26 @@ def make_inputs(cell: AttentionCell) -> dict[str, np.ndarray]:
         arrays[name] = drawn.astype(numpy_dtype(cell.dtype)).astype(np.float32)
     if cell.biased:
         arrays["table"] = generator.standard_normal((cell.heads, BUCKETS), np.float32)
+    elif cell.variant == "bias":
+        drawn = generator.standard_normal((1, cell.heads, cell.seq, cell.seq), np.float32)
+        arrays["bias"] = drawn.astype(numpy_dtype(cell.dtype)).astype(np.float32)
+    elif cell.variant == "documents":
+        arrays["segment_ids"] = documents(generator, cell.batch, cell.seq)
+    elif cell.variant == "mask":
+        drawn = generator.integers(0, 2, (cell.batch, 1, cell.seq, cell.seq), np.uint8).astype(bool)
+        arrays["mask"] = drawn | np.eye(cell.seq, dtype=bool)
     return arrays
+
+
+def documents(generator: np.random.Generator, batch: int, length: int) -> np.ndarray:
+    """Return segment ids int32 (batch, length): DOCUMENTS documents a row, of random lengths."""
+    ids = np.zeros((batch, length), np.int32)
+    for row in ids:
+        count = min(DOCUMENTS, length)
+        if count > 1:
+            row[generator.choice(np.arange(1, length), count - 1, replace=False)] = 1
+        np.cumsum(row, out=row)
+    return ids
 
 
 def distance_buckets(length: int) -> np.ndarray:

@@ -1,160 +1,178 @@
-"""The JAX rows of the attention suite: what each label calls, and how it is compiled and timed."""
+"""How the JAX rows of the attention suites are compiled, called, and made ready to be timed."""
 
+import contextlib
+import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import probjax
-from probjax.attention import implementations
-from probjax.bench.attention.cells import BUCKETS, MAX_DISTANCE, AttentionCell, distance_buckets
-from probjax.bench.measure import Prepared, Unavailable
+from probjax.bench import device_time
+from probjax.bench.attention.cells import AttentionCell
+from probjax.bench.attention.rows import ROWS, Attention, extra_shape
+from probjax.bench.attention.sample import thin
+from probjax.bench.attention.wanted import PLAIN, Wanted
+from probjax.bench.measure import Prepared, describe
 
-type Attention = Callable[..., Any]
 _MB = 2**20
-# The fused kernels of each platform, best first: the row probjax_mha calls the first that is available.
-_FUSED = {"cpu": ("native", "tiled")}
+# Calls measured for the time of the kernels; all their outputs are held at once, so large ones get fewer.
+_CALLS = 10
+_FEW_CALLS = 3
+_LARGE_BYTES = 2**29
 
 
-def dense_bias(table: jax.Array, length: int) -> jax.Array:
-    """Return the bias (1, heads, length, length) of a table, for callers that take only arrays.
-
-    Of four forms tried (index of buckets, index of distances, skewed copies, one-hot product) the index of
-    distances is the fastest on XLA:CPU, forward and backward, so that the peers are not held back by it.
-
-    Args:
-      table: (heads, buckets) bias of each bucket.
-      length: number of queries and keys.
-    """
-    by_distance = table[:, distance_buckets(length)]
-    distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
-    return by_distance[:, jnp.maximum(distance, 0)][None]
-
-
-def _jax_xla(cell: AttentionCell) -> tuple[Attention, str]:
-    def attention(query: jax.Array, key: jax.Array, value: jax.Array, table: Any = None) -> jax.Array:
-        bias = None if table is None else dense_bias(table, cell.seq)
-        return jax.nn.dot_product_attention(
-            query, key, value, bias=bias, is_causal=cell.causal, implementation="xla"
-        )
-
-    return attention, "xla"
-
-
-def _flax(cell: AttentionCell) -> tuple[Attention, str]:
-    try:
-        from flax import nnx
-    except ImportError as error:
-        raise Unavailable(f"flax.nnx cannot be imported ({error}): install flax") from None
-
-    def attention(query: jax.Array, key: jax.Array, value: jax.Array, table: Any = None) -> jax.Array:
-        bias = None if table is None else dense_bias(table, cell.seq)
-        mask = jnp.tril(jnp.ones((1, 1, cell.seq, cell.seq), bool)) if cell.causal else None
-        return nnx.dot_product_attention(query, key, value, bias=bias, mask=mask)
-
-    return attention, "flax"
-
-
-def _sees_past(batch: Any, head: Any, query: Any, key: Any) -> Any:
-    return key <= query
-
-
-def _sees_all(batch: Any, head: Any, query: Any, key: Any) -> Any:
-    return jnp.logical_and(query >= 0, key >= 0)
-
-
-def _available(implementation: str) -> str | None:
-    """Return why an implementation is not available, or None when it is."""
-    found = implementations("cpu")
-    return found.get(implementation, f"probjax has no implementation named {implementation} yet")
-
-
-def _fused() -> str:
-    for name in _FUSED["cpu"]:
-        if _available(name) is None:
-            return name
-    raise Unavailable(f"no fused kernel is available: {_available(_FUSED['cpu'][-1])}")
-
-
-def _probjax(
-    cell: AttentionCell, implementation: str | None, *, function_mask: bool = False
-) -> tuple[Attention, str]:
-    """Return our own attention with the given implementation, and the name of the one that runs."""
-    if implementation is not None and (reason := _available(implementation)) is not None:
-        raise Unavailable(reason)
-    options: dict[str, Any] = {"is_causal": cell.causal}
-    if function_mask:
-        options = {"mask": probjax.masks.MaskFunction(_sees_past if cell.causal else _sees_all)}
-
-    def bias(table: Any) -> Any:
-        if table is None:
-            return None
-        return probjax.biases.RelativePosition(
-            table, bucketing="t5", max_distance=MAX_DISTANCE, bidirectional=False
-        )
-
-    def attention(query: Any, key: Any, value: Any, table: Any = None) -> Any:
-        return probjax.dot_product_attention(
-            query, key, value, bias(table), implementation=implementation, **options
-        )
-
-    if implementation is not None:
-        return attention, implementation
-    shape = jax.ShapeDtypeStruct(cell.shape, cell.dtype)
-    table = jax.ShapeDtypeStruct((cell.heads, BUCKETS), "float32") if cell.biased else None
-    plan = probjax.attention_plan(shape, shape, shape, bias(table), platform="cpu", **options)
-    return attention, plan.implementation
-
-
-ROWS: dict[str, Callable[[AttentionCell], tuple[Attention, str]]] = {
-    "probjax_default": lambda cell: _probjax(cell, None),
-    "probjax_mha": lambda cell: _probjax(cell, _fused()),
-    "probjax_flex": lambda cell: _probjax(cell, None, function_mask=True),
-    "probjax_flax": _flax,
-    "xla_dense": lambda cell: _probjax(cell, "dense"),
-    "xla_tiled": lambda cell: _probjax(cell, "tiled"),
-    "mha_interpret": lambda cell: _probjax(cell, "interpret"),
-    "jax_xla": _jax_xla,
-}
-
-
-def step(cell: AttentionCell, attention: Attention) -> Callable[..., Any]:
-    """Return what is compiled and timed: f(query, key, value[, table]), or the same after a cotangent.
+def step(cell: AttentionCell, attention: Attention, *, output: bool = False) -> Callable[..., Any]:
+    """Return what is compiled and timed: f(query, key, value, *extra), or the same after a cotangent.
 
     Forward it returns the output. Otherwise it returns the gradients of sum(output · cotangent) with respect
-    to all other arguments, and not the sum itself. The cotangent is an argument and no constant: of a
-    constant, XLA computes ahead of time whatever depends on it alone, which is work that training has to do.
+    to all floating-point arguments, and not the sum itself. The cotangent is an argument and no constant: of
+    a constant, XLA computes ahead of time whatever depends on it alone, which is work that training has to
+    do.
+
+    Args:
+      cell: the cell.
+      attention: f(query, key, value, *extra).
+      output: return the output ahead of the gradients.
     """
     if cell.mode == "fwd":
         return attention
+    learned = len(cell.learned)
 
     def gradients(cotangent: jax.Array, *operands: jax.Array) -> Any:
-        def loss(*operands: jax.Array) -> jax.Array:
-            return jnp.sum(attention(*operands).astype(jnp.float32) * cotangent.astype(jnp.float32))
+        def loss(*values: jax.Array) -> jax.Array:
+            out = attention(*values, *operands[learned:])
+            return jnp.sum(out.astype(jnp.float32) * cotangent.astype(jnp.float32))
 
-        return jax.grad(loss, argnums=tuple(range(len(operands))))(*operands)
+        return jax.grad(loss, argnums=tuple(range(learned)))(*operands[:learned])
 
-    return gradients
+    def with_output(cotangent: jax.Array, *operands: jax.Array) -> Any:
+        out, pull = jax.vjp(lambda *values: attention(*values, *operands[learned:]), *operands[:learned])
+        return (out, *pull(cotangent))
+
+    return with_output if output else gradients
+
+
+def chain(cell: AttentionCell, call: Callable[..., Any], length: int) -> Callable[..., Any]:
+    """Return a program that makes `length` calls one after the other, each on the result of the one before.
+
+    The next query is the output, or the gradient of the query. All results are carried through the loop and
+    returned, so that none is left out as unused. A round of the loop holds two calls where it can: with one,
+    XLA copies the result to where the next round looks for it.
+
+    Args:
+      cell: the cell.
+      call: from `step`, with the output; jitted, so that it is traced and lowered once.
+      length: number of calls.
+
+    Returns:
+      A function of the arguments of `step`.
+    """
+    unrolled = 2 if length % 2 == 0 else 1
+
+    def forward(query: jax.Array, *rest: jax.Array) -> Any:
+        def body(_: Any, query: jax.Array) -> jax.Array:
+            for _ in range(unrolled):
+                query = call(query, *rest)
+            return query
+
+        return jax.lax.fori_loop(0, length // unrolled, body, query)
+
+    def backward(cotangent: jax.Array, query: jax.Array, *rest: jax.Array) -> Any:
+        def body(_: Any, carry: Any) -> Any:
+            for _ in range(unrolled):
+                out, *found = call(cotangent, carry[1], *rest)
+                carry = (out, *found)
+            return carry
+
+        others = [jnp.zeros_like(array) for array in rest[: len(cell.learned) - 1]]
+        return jax.lax.fori_loop(0, length // unrolled, body, (jnp.zeros_like(query), query, *others))
+
+    return forward if cell.mode == "fwd" else backward
+
+
+def names(cell: AttentionCell) -> tuple[str, ...]:
+    """Return the names of the arguments of `step`, in order."""
+    first = ("query", "key", "value") if cell.mode == "fwd" else ("cotangent", "query", "key", "value")
+    return (*first, *cell.extra)
 
 
 def operands(cell: AttentionCell, inputs: dict[str, np.ndarray]) -> list[jax.Array]:
-    """Return the arguments of `step` as arrays on the device; the table is float32."""
-    names = ("query", "key", "value") if cell.mode == "fwd" else ("cotangent", "query", "key", "value")
-    placed = [jnp.asarray(inputs[name], dtype=cell.dtype) for name in names]
-    return [*placed, jnp.asarray(inputs["table"])] if cell.biased else placed
+    """Return the arguments of `step` as arrays on the device, in the dtypes that they are to have."""
+    return list(place(cell, inputs, names(cell)).values())
 
 
-def prepare(impl: str, cell: AttentionCell, inputs: dict[str, np.ndarray]) -> Prepared:
+def place(cell: AttentionCell, inputs: dict[str, np.ndarray], wanted: Sequence[str]) -> dict[str, jax.Array]:
+    """Return some of the inputs by name as arrays on the device."""
+    return {name: jnp.asarray(inputs[name], dtype=_shape(cell, name).dtype) for name in wanted}
+
+
+def shapes(cell: AttentionCell) -> list[jax.ShapeDtypeStruct]:
+    """Return shapes and dtypes of the arguments of `step`."""
+    return [_shape(cell, name) for name in names(cell)]
+
+
+def _shape(cell: AttentionCell, name: str) -> jax.ShapeDtypeStruct:
+    return extra_shape(cell, name) if name in cell.extra else jax.ShapeDtypeStruct(cell.shape, cell.dtype)
+
+
+def compile_row(cell: AttentionCell, function: Any, arguments: Sequence[Any]) -> Any:
+    """Return the compiled program of a jitted function, at the cell's precision."""
+    highest = jax.default_matmul_precision("highest")
+    with highest if cell.precision == "highest" else contextlib.nullcontext():
+        return function.lower(*arguments).compile()
+
+
+@dataclass
+class _Built:
+    """A compiled row: the call, and the program of many calls where one is wanted."""
+
+    compiled: Any
+    program: Any
+    columns: dict[str, Any]
+
+
+def _build(impl: str, cell: AttentionCell, wanted: Wanted) -> _Built:
+    """Compile one row."""
+    attention, implementation = ROWS[impl](cell)
+    begin = time.perf_counter()
+    call = jax.jit(step(cell, attention, output=wanted.output))
+    compiled = compile_row(cell, call, shapes(cell))
+    columns: dict[str, Any] = {"lower_compile_s": time.perf_counter() - begin}
+    columns |= _memory(compiled, cell, wanted)
+    columns |= {"implementation": implementation, "precision": cell.precision}
+    program = None
+    if "program" in wanted.times:
+        if not wanted.output:
+            call = jax.jit(step(cell, attention, output=True))
+        try:
+            program = compile_row(cell, jax.jit(chain(cell, call, wanted.program_length)), shapes(cell))
+        # A row of which no program can be made has its other times still.
+        except (MemoryError, RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+            columns["program_reason"] = describe(error)
+    return _Built(compiled, program, columns)
+
+
+def prepare(
+    impl: str,
+    cell: AttentionCell,
+    inputs: dict[str, np.ndarray],
+    *,
+    wanted: Wanted = PLAIN,
+    placed: Sequence[jax.Array] | None = None,
+) -> Prepared:
     """Compile one row and call it once.
 
     Args:
       impl: a label of ROWS.
       cell: the cell.
       inputs: from `cells.make_inputs`.
+      wanted: what is to be measured.
+      placed: the inputs on the device, from `operands`, where they are there already.
 
     Returns:
       The row, ready to be timed.
@@ -162,38 +180,80 @@ def prepare(impl: str, cell: AttentionCell, inputs: dict[str, np.ndarray]) -> Pr
     Raises:
       Unavailable: when what the row calls is not there.
     """
-    attention, implementation = ROWS[impl](cell)
-    arguments = operands(cell, inputs)
+    built = _build(impl, cell, wanted)
+    arguments = operands(cell, inputs) if placed is None else list(placed)
     begin = time.perf_counter()
-    compiled = jax.jit(step(cell, attention)).lower(*arguments).compile()
-    built = time.perf_counter()
-    outputs = jax.block_until_ready(compiled(*arguments))
-    called = time.perf_counter()
-    columns: dict[str, Any] = {"lower_compile_s": built - begin, **_memory(compiled, cell)}
-    columns |= {"compile_s": called - built, "implementation": implementation, "precision": "default"}
+    outputs = jax.block_until_ready(built.compiled(*arguments))
+    columns = {**built.columns, "compile_s": time.perf_counter() - begin}
+    held = _results(cell, outputs, wanted)
+    ready = Prepared(
+        impl,
+        _caller(built.compiled, arguments, asynchronous=wanted.asynchronous),
+        columns,
+        result=lambda: held,
+        release=held.clear,
+        wall="wall" in wanted.times,
+    )
+    if built.program is not None:
+        try:
+            jax.block_until_ready(built.program(*arguments))
+        except (MemoryError, RuntimeError, ValueError) as error:
+            ready.columns["program_reason"] = describe(error)
+        else:
+            ready.program = _caller(built.program, arguments, asynchronous=wanted.asynchronous)
+            ready.program_length = wanted.program_length
+    if "device" in wanted.times:
+        size = sum(array.nbytes for array in jax.tree.leaves(outputs))
+        calls = _CALLS if size < _LARGE_BYTES else _FEW_CALLS
+        ready.device = functools.partial(device_time.columns, built.compiled, arguments, calls=calls)
+    return ready
+
+
+def _caller(
+    compiled: Callable[..., Any], arguments: list[jax.Array], *, asynchronous: bool
+) -> Callable[[int], float]:
+    """Return the function that makes a number of calls and returns their seconds."""
 
     def run(repetitions: int) -> float:
         start = time.perf_counter()
         for _ in range(repetitions):
-            jax.block_until_ready(compiled(*arguments))
+            outputs = compiled(*arguments)
+            if not asynchronous:
+                jax.block_until_ready(outputs)
+        jax.block_until_ready(outputs)
         return time.perf_counter() - start
 
-    names = ["output"] if cell.mode == "fwd" else ["query", "key", "value", "table"]
+    return run
+
+
+def _results(cell: AttentionCell, outputs: Any, wanted: Wanted) -> dict[str, np.ndarray]:
+    """Return the outputs by name on the host, or that part of them that is compared."""
     leaves = [outputs] if cell.mode == "fwd" else list(outputs)
-    held = {name: np.asarray(leaf, np.float64) for name, leaf in zip(names, leaves, strict=False)}
-    return Prepared(impl, run, columns, result=lambda: held, release=held.clear)
+    named = ("output",) if cell.mode == "fwd" else cell.learned
+    if wanted.output and cell.mode != "fwd":
+        named = ("output", *named)
+    found = dict(zip(named, leaves, strict=True))
+    if wanted.step is not None:
+        found = _thin(found, wanted.step)
+    return {name: np.asarray(leaf, np.float64) for name, leaf in found.items()}
 
 
-def _memory(compiled: Any, cell: AttentionCell) -> dict[str, float]:
+@functools.partial(jax.jit, static_argnums=1)
+def _thin(found: dict[str, jax.Array], step: tuple[int, int]) -> dict[str, Any]:
+    return thin(found, step)
+
+
+def _memory(compiled: Any, cell: AttentionCell, wanted: Wanted) -> dict[str, float]:
     """Return XLA's own account of the program's memory in units of 2**20 bytes, where it gives one.
 
-    The argument bytes are those of the call that is measured; the cotangent is not among them, as in the
-    reference file.
+    The argument bytes are those of the call that is measured; the cotangent is not among them where the
+    output is not returned either, as in the reference file.
     """
     analysis = compiled.memory_analysis()
     if analysis is None:
         return {}
-    cotangent = 0 if cell.mode == "fwd" else math.prod(cell.shape) * jnp.dtype(cell.dtype).itemsize
+    counted = cell.mode == "fwd" or wanted.output
+    cotangent = 0 if counted else math.prod(cell.shape) * jnp.dtype(cell.dtype).itemsize
     return {
         "xla_temp_mb": analysis.temp_size_in_bytes / _MB,
         "xla_arg_mb": (analysis.argument_size_in_bytes - cotangent) / _MB,

@@ -35,6 +35,11 @@ _MEMORY_WORDS = (
 )
 
 
+def out_of_memory(text: str) -> bool:
+    """Return whether an error says that an allocation failed."""
+    return any(word in text.lower() for word in _MEMORY_WORDS)
+
+
 def _status_kb(pid: int, name: str) -> int:
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith(name + ":"):
@@ -159,7 +164,7 @@ def fits(impl: str, cell: AttentionCell, *, limit: int, timeout: float, torch_py
     except (Failed, OSError, MemoryError) as error:
         text = describe(error)
         # A failed allocation inside C++ ends the process by a signal instead of an answer.
-        if limited and (isinstance(error, ChildDied) or any(word in text.lower() for word in _MEMORY_WORDS)):
+        if limited and (isinstance(error, ChildDied) or out_of_memory(text)):
             return "memory"
         return f"error: {text}"
     return "fits"

@@ -23,17 +23,14 @@ class Server:
         import jax
         import jax.numpy as jnp
 
-        from probjax.bench.attention.cells import BUCKETS, AttentionCell
-        from probjax.bench.attention.jax_rows import ROWS, step
+        from probjax.bench.attention.cells import AttentionCell
+        from probjax.bench.attention.jax_rows import shapes, step
+        from probjax.bench.attention.rows import ROWS
 
         jax.config.update("jax_platforms", "cpu")
         self._cell = AttentionCell(**cell)
         attention, _ = ROWS[impl](self._cell)
-        arrays = 3 if self._cell.mode == "fwd" else 4
-        shapes = [jax.ShapeDtypeStruct(self._cell.shape, self._cell.dtype)] * arrays
-        if self._cell.biased:
-            shapes.append(jax.ShapeDtypeStruct((self._cell.heads, BUCKETS), jnp.float32))
-        self._compiled = jax.jit(step(self._cell, attention)).lower(*shapes).compile()
+        self._compiled = jax.jit(step(self._cell, attention)).lower(*shapes(self._cell)).compile()
         # Starts the thread pool, whose stacks are no part of the measured call.
         jax.block_until_ready(jnp.ones((256, 256)) @ jnp.ones((256, 256)))
         give_back_memory()

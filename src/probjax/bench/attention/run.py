@@ -1,5 +1,6 @@
 """One run of the attention suite: from configurations to a result file and a table."""
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +15,10 @@ from probjax.bench.attention.suite import AttentionSuite, memory_work
 from probjax.bench.attention.torch_row import TorchPeer
 from probjax.bench.machine import cores_used, device_header
 from probjax.bench.measure import Deadline
+from probjax.bench.parallel import Workers, run_suite
 from probjax.bench.results import ResultFile
-from probjax.bench.runner import Bar, CostModel, interruptible, run_cells
+from probjax.bench.runner import Bar, CostModel, interruptible
+from probjax.bench.suites import open_peers
 from probjax.bench.table import print_list, print_reasons, print_rows, print_summary
 
 _KEY = ("tag", "impl", *CELL_COLUMNS, "memory_limit_mb")
@@ -52,18 +55,18 @@ def run_attention(
     first = configs[0]
     deadline = Deadline(first.budget, time.monotonic() if started is None else started)
     _require_backend(first.device)
-    torch = TorchPeer(first.torch_python) if any("torch_sdpa" in config.impls for config in configs) else None
-    try:
-        path = Path(first.output or f"attention_{first.device}.json")
-        device = device_header(torch.hello if torch else None)
-        results = ResultFile(path, device, append=first.append, key=_KEY)
-        dropped = _measure(configs, results, torch, deadline, console)
-    finally:
-        if torch is not None:
-            torch.close()
-    _report_dropped(console, dropped)
-    _report_load(console, results.load_average)
+    path = Path(first.output or f"attention_{first.device}.json")
+    with open_peers("attention", configs) as (torch, workers, hello):
+        results = ResultFile(path, device_header(hello), append=first.append, key=_KEY)
+        dropped = _measure(configs, results, torch, workers, deadline, console)
+    report_dropped(console, dropped)
+    report_load(console, results.load_average)
     return path
+
+
+def open_torch(python: str | None, impls: Sequence[str], device: str) -> TorchPeer | None:
+    """Return PyTorch's process where a row of it is wanted."""
+    return TorchPeer(python, device) if any(impl.startswith("torch_") for impl in impls) else None
 
 
 def default_console() -> Console:
@@ -75,10 +78,14 @@ def default_console() -> Console:
 def _require_backend(device: str) -> None:
     import jax
 
+    if device == "gpu":
+        # Other processes use the same GPU: none may take all of its memory.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if jax.default_backend() != device:
+        name = "cuda" if device == "gpu" else device
         raise ValueError(
             f"device: got {device!r}, but JAX's default backend is {jax.default_backend()!r}:"
-            f" set JAX_PLATFORMS={device} before JAX starts"
+            f" set JAX_PLATFORMS={name} before JAX starts"
         )
 
 
@@ -86,6 +93,7 @@ def _measure(
     configs: Sequence[AttentionConfig],
     results: ResultFile,
     torch: TorchPeer | None,
+    workers: Workers | None,
     deadline: Deadline,
     console: Console,
 ) -> list[dict[str, Any]]:
@@ -98,8 +106,9 @@ def _measure(
             for config in configs:
                 results.begin(config.header())
                 shared = {"tag": config.tag, "run": results.run, "threads": cores_used()}
-                dropped += run_cells(
+                dropped += run_suite(
                     AttentionSuite(config, torch),
+                    workers,
                     settings=config,
                     results=results,
                     deadline=deadline,
@@ -113,7 +122,7 @@ def _measure(
             if dropped:
                 results.annotate(dropped=dropped)
     finally:
-        _print(console, results)
+        _print(console, results, configs[0].device)
         console.print(f"written: {results.path}", markup=False, soft_wrap=True)
     return dropped
 
@@ -140,14 +149,15 @@ def _order(row: dict[str, Any]) -> tuple[Any, ...]:
     return VARIANTS.index(row["variant"]), row["dtype"], row["head_dim"], row["mode"], row["seq"]
 
 
-def _print(console: Console, results: ResultFile) -> None:
+def _print(console: Console, results: ResultFile, device: str) -> None:
     """Print the tables of this run, or of the whole file when it had everything already."""
     rows = [row for row in results.rows if row.get("run") == results.run] or results.rows
     if rows:
         line = ("seq",) if len({row.get("tag") for row in rows}) == 1 else ("seq", "tag")
         ordered = sorted(rows, key=_order)
-        print_rows(console, ordered, group=_GROUP, line=line, peers=PEERS)
-        print_summary(console, ordered, group=_GROUP[:4], column="seq", impl="probjax_default", peers=PEERS)
+        peers = PEERS[device]
+        print_rows(console, ordered, group=_GROUP, line=line, peers=peers)
+        print_summary(console, ordered, group=_GROUP[:4], column="seq", impl="probjax_default", peers=peers)
         print_reasons(console, rows)
         console.print("vs X: X's median over this row's; above 1 this row is faster. Error: against float64.")
     for section, columns in _MEMORY_TABLES.items():
@@ -157,7 +167,7 @@ def _print(console: Console, results: ResultFile) -> None:
             print_reasons(console, [row for row in found if row["status"] == "unavailable"])
 
 
-def _report_load(console: Console, load: list[float] | None) -> None:
+def report_load(console: Console, load: list[float] | None) -> None:
     """Say so when something else used the machine: ratios then hold less well than the quartiles suggest."""
     if load is not None and load[0] > 0.5 * cores_used():
         console.print(
@@ -167,11 +177,11 @@ def _report_load(console: Console, load: list[float] | None) -> None:
         )
 
 
-def _report_dropped(console: Console, dropped: Sequence[dict[str, Any]]) -> None:
+def report_dropped(console: Console, dropped: Sequence[dict[str, Any]]) -> None:
     if not dropped:
         return
     console.print(f"{len(dropped)} cells were dropped, since the time budget ran out:", style="yellow")
     for cell in dropped:
-        named = ("section", "impl", "variant", "mode", "dtype", "head_dim", "seq")
+        named = ("section", "impl", "variant", "causal", "mode", "dtype", "head_dim", "seq")
         parts = " ".join(f"{name} {cell[name]}" for name in named if name in cell)
         console.print(Text(f"  {parts}: {cell['reason']}", "yellow"))

@@ -1,5 +1,6 @@
-"""The row `torch_sdpa`: PyTorch's attention, in a child process that may be another interpreter."""
+"""The torch rows: PyTorch's attention, in a child process that may be another interpreter."""
 
+import contextlib
 import importlib.util
 import math
 import os
@@ -8,12 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from probjax.bench.attention.cells import AttentionCell, distance_buckets
+from probjax.bench.attention.wanted import PLAIN, Wanted
 from probjax.bench.child import Child, script_path
 from probjax.bench.machine import cores_used
 from probjax.bench.measure import Failed, Prepared, Unavailable, describe
@@ -25,6 +28,8 @@ _LOAD_S = 120.0
 _CALL_S = 600.0
 # A child that died is started again for the next cell, but not for ever.
 _MAX_STARTS = 4
+# Arithmetic operations of one call from where on few calls make a graph that is long enough to time.
+_LONG_WORK = 1e11
 
 
 def torch_interpreter(given: str | None) -> str:
@@ -56,13 +61,16 @@ def torch_interpreter(given: str | None) -> str:
     return sys.executable
 
 
-def start(python: str, *, threads: int, pause: bool = True) -> tuple[Child, dict[str, Any]]:
+def start(
+    python: str, *, threads: int, pause: bool = True, device: str = "cpu"
+) -> tuple[Child, dict[str, Any]]:
     """Start the child process.
 
     Args:
       python: the interpreter.
       threads: how many threads torch may use.
       pause: stop the process between requests.
+      device: ``cpu`` or ``cuda``.
 
     Returns:
       The child, and what it says of itself.
@@ -72,8 +80,8 @@ def start(python: str, *, threads: int, pause: bool = True) -> tuple[Child, dict
     """
     child = Child([python, SCRIPT], env=_environment(python), pause=pause)
     try:
-        return child, child.request(_START_S, op="hello", threads=threads)
-    except Failed as error:
+        return child, child.request(_START_S, op="hello", threads=threads, device=device)
+    except (Failed, Unavailable) as error:
         child.close()
         raise Unavailable(f"torch does not start in {Path(python).name}: {describe(error)}") from None
 
@@ -107,12 +115,16 @@ def write_inputs(cell: AttentionCell, inputs: dict[str, np.ndarray], path: Path)
         past = inputs["table"][:, distance_buckets(cell.seq)[::-1]]
         future = np.full((cell.heads, cell.seq - 1), -np.inf, np.float32)
         arrays["by_distance"] = np.concatenate([past, future], axis=1)
+    arrays |= {name: inputs[name] for name in ("bias", "segment_ids", "mask") if name in cell.extra}
     np.savez(path, **arrays)  # type: ignore[arg-type]
 
 
-def load_message(cell: AttentionCell, path: Path) -> dict[str, Any]:
+def load_message(cell: AttentionCell, path: Path, impl: str = "torch_sdpa") -> dict[str, Any]:
     """Return the request that makes the child read a case."""
-    return {"op": "load", "path": str(path), "mode": cell.mode, "dtype": cell.dtype, "causal": cell.causal}
+    message = {"op": "load", "path": str(path), "mode": cell.mode, "dtype": cell.dtype, "causal": cell.causal}
+    if cell.window is not None:
+        message["window"] = cell.window
+    return message | {"backend": impl.removeprefix("torch_"), "precision": cell.precision}
 
 
 class TorchPeer:
@@ -120,14 +132,18 @@ class TorchPeer:
 
     Args:
       given: the interpreter, see `torch_interpreter`.
+      device: ``cpu`` or ``gpu``.
 
     Attributes:
       hello: what torch says of itself; None when it is unavailable.
       reason: why it is unavailable.
     """
 
-    def __init__(self, given: str | None) -> None:
+    def __init__(self, given: str | None, device: str = "cpu") -> None:
         self._given = given
+        self._device = "cuda" if device == "gpu" else "cpu"
+        self._cases = 0
+        self._written: tuple[Any, Path] | None = None
         self._child: Child | None = None
         self._starts = 0
         self._folder = tempfile.TemporaryDirectory(prefix="probjax-bench-")
@@ -147,7 +163,8 @@ class TorchPeer:
             if self._starts >= _MAX_STARTS:
                 raise Unavailable(f"the torch process died {self._starts} times in this run")
             self._starts += 1
-            self._child, self.hello = start(torch_interpreter(self._given), threads=cores_used())
+            python = torch_interpreter(self._given)
+            self._child, self.hello = start(python, threads=cores_used(), device=self._device)
         return self._child
 
     def _retire(self) -> None:
@@ -156,40 +173,101 @@ class TorchPeer:
             self._asleep += child.asleep_cpu_s
             child.close()
 
-    def prepare(self, cell: AttentionCell, inputs: dict[str, np.ndarray]) -> Prepared:
+    def prepare(
+        self,
+        cell: AttentionCell,
+        inputs: dict[str, np.ndarray],
+        *,
+        impl: str = "torch_sdpa",
+        wanted: Wanted = PLAIN,
+    ) -> Prepared:
         """Load a cell into the child and call it once; see `jax_rows.prepare`."""
         if self.reason:
             raise Unavailable(self.reason)
         child = self._ensure()
-        path = Path(self._folder.name) / "inputs.npz"
-        write_inputs(cell, inputs, path)
+        path = self._inputs(cell, inputs)
+        self._cases += 1
+        case = {"case": self._cases}
         try:
-            child.request(_LOAD_S, **load_message(cell, path))
-            first = child.request(_CALL_S, op="first")
+            child.request(
+                _LOAD_S,
+                **load_message(cell, path, impl),
+                **case,
+                **({"output": True} if wanted.output else {}),
+            )
+            first = child.request(_CALL_S, op="first", **case)
         finally:
-            path.unlink(missing_ok=True)
+            if self._device == "cpu":
+                self._forget()
         assert self.hello is not None
 
         def run(repetitions: int) -> float:
             before = time.process_time()
-            seconds = child.request(_CALL_S, op="run", n=repetitions)["seconds"]
+            seconds = child.request(_CALL_S, op="run", n=repetitions, **case)["seconds"]
             self._waiting += time.process_time() - before
             self._ran += seconds
             return seconds
 
+        def release() -> None:
+            with contextlib.suppress(Failed):
+                child.request(_LOAD_S, op="drop", **case)
+
+        precision = self.hello["precision"] if self._device == "cpu" else cell.precision
         columns = {
             "compile_s": first["seconds"],
-            "implementation": "sdpa",
-            "precision": self.hello["precision"],
+            "implementation": impl.removeprefix("torch_"),
+            "precision": precision,
         }
-        return Prepared("torch_sdpa", run, columns, result=lambda: self._result(child))
+        return Prepared(
+            impl,
+            run,
+            columns,
+            result=lambda: self._result(child, case, wanted),
+            release=release,
+            wall="wall" in wanted.times,
+            device=self._device_timer(child, case, cell) if "device" in wanted.times else None,
+        )
 
-    def _result(self, child: Child) -> dict[str, np.ndarray]:
+    def _inputs(self, cell: AttentionCell, inputs: dict[str, np.ndarray]) -> Path:
+        """Return the file with the inputs; on a GPU, where many rows share them, that of the last call."""
+        if self._written is not None and self._written[0] is inputs:
+            return self._written[1]
+        self._forget()
+        path = Path(self._folder.name) / f"inputs{self._cases}.npz"
+        write_inputs(cell, inputs, path)
+        self._written = (inputs, path)
+        return path
+
+    def _forget(self) -> None:
+        if self._written is not None:
+            self._written[1].unlink(missing_ok=True)
+            self._written = None
+
+    def _device_timer(
+        self, child: Child, case: dict[str, int], cell: AttentionCell
+    ) -> Callable[[], dict[str, Any]] | None:
+        if self._device == "cpu":
+            return None
+        calls = 10 if cell.work < _LONG_WORK else 2
+
+        def measure() -> dict[str, Any]:
+            try:
+                found = child.request(_CALL_S, op="device", n=calls, **case)
+            except (Failed, Unavailable) as error:
+                return {"device_reason": f"device time unavailable: {describe(error)}"}
+            return {"device_us": found["device_us"], "device_source": "cuda graph"}
+
+        return measure
+
+    def _result(self, child: Child, case: dict[str, int], wanted: Wanted) -> dict[str, np.ndarray]:
         path = Path(self._folder.name) / "outputs.npz"
-        child.request(_LOAD_S, op="result", path=str(path))
+        step = {} if wanted.step is None else {"step": wanted.step}
+        child.request(_LOAD_S, op="result", path=str(path), **case, **step)
         try:
             with np.load(path) as file:
-                return {name: file[name].swapaxes(1, 2) for name in file.files}
+                return {
+                    name: file[name] if name == "bias" else file[name].swapaxes(1, 2) for name in file.files
+                }
         finally:
             path.unlink(missing_ok=True)
 

@@ -35,11 +35,11 @@ const COLUMN_WORDS = {
   first_call_s: "time of the first call", second_call_s: "time of the second call",
   xla_temp_mb: "temporary memory (XLA's analysis)", xla_arg_mb: "argument memory", xla_out_mb: "output memory",
   xla_alias_mb: "memory shared by arguments and outputs", peak_mb: "peak memory of the process, above its inputs", baseline_mb: "memory of the process with its inputs",
-  min_ms: "shortest time", max_seq: "longest sequence that fits", peaks: "peak memory", max_fit: "longest that fits",
+  min_ms: "shortest time", device_us: "time of the kernels alone", program_us: "time inside one program", max_seq: "longest sequence that fits", peaks: "peak memory", max_fit: "longest that fits",
 };
 const VALUE_WORDS = {
   fwd: "forward", fwdbwd: "forward + backward", forward: "forward", train_step: "training step",
-  masked_bias: "masked bias",
+  masked_bias: "masked bias", documents: "documents, causal", window: "causal window of 256", bias: "dense bias", mask: "random mask",
 };
 const UNITS = { ms: "ms", us: "µs", s: "s", mb: "MB", gb: "GB", bytes: "bytes" };
 
@@ -58,6 +58,8 @@ const KNOWN_STYLES = {
   probjax_default: [0, "circle"], probjax_mha: [5, "square"], probjax_flex: [4, "diamond"], probjax_flax: [7, "down"],
   xla_tiled: [3, "up"], xla_dense: [6, "cross"], mha_interpret: [9, "plus"], jax_xla: [2, "square"],
   torch_sdpa: [1, "diamond"], jax_cudnn: [8, "hexagon"], tokamax: [9, "up"], torch_flex: [1, "plus"],
+  probjax_cudnn: [5, "hexagon"], pallas_mha: [3, "square"], tokamax_mosaic: [9, "circle"], tokamax_triton: [6, "up"],
+  tokamax_xla: [6, "down"], torch_cudnn: [1, "hexagon"], torch_flash: [1, "up"],
   no_attention: [7, "cross"],
 };
 function seriesStyle(name, names) {
