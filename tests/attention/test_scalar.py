@@ -280,3 +280,63 @@ def test_a_function_that_vmap_turns_into_a_gather_is_read_in_the_kernel():
     bias = ScoreFunction(lambda s, b, h, i, j, x: s + x[b, j] * x[b][i], array)
     got = jax.jit(lambda: probjax.dot_product_attention(q, k, v, bias, implementation="interpret"))()
     agree(got, probjax.dot_product_attention(q, k, v, bias, implementation="reference"), 4e-6)
+
+
+UNIT_AXES = {
+    "none in front": lambda q, k, t, g: g[None, :][0, k],
+    "reshape": lambda q, k, t, g: g.reshape(1, -1)[0, k],
+    "none in front of two": lambda q, k, t, g: t[None][0, q, k],
+    "none between": lambda q, k, t, g: t[:, None][q, 0, k],
+    "slice keeps the axis": lambda q, k, t, g: jax.lax.dynamic_slice_in_dim(t, q, 1, 0)[0, k],
+    "index keeps the axis": lambda q, k, t, g: jax.lax.dynamic_index_in_dim(t, q, 0)[0, k],
+    "whole slice": lambda q, k, t, g: jax.lax.dynamic_slice(t, (q, 0), (1, 7))[0, k],
+    "none behind": lambda q, k, t, g: g[:, None][k, 0],
+    "twice": lambda q, k, t, g: t[q][None][0, k],
+}
+
+
+@pytest.mark.parametrize("case", UNIT_AXES)
+def test_axes_of_size_one_stay_in_their_place(case):
+    import probjax
+
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 7, 1, 4)), jnp.float32) for _ in range(3))
+    t, g = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((7, 7), (7,)))
+    at = UNIT_AXES[case]
+    bias = probjax.biases.ScoreFunction(lambda s, b, h, i, j, t, g: s + at(i, j, t, g), t, g)
+    got, want = (
+        probjax.dot_product_attention(q, k, v, bias, implementation=name)
+        for name in ("interpret", "reference")
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_derivative_of_its_own_is_left_to_plain_jax():
+    import probjax
+
+    @jax.custom_vjp
+    def steps(x):
+        return jnp.floor(x * 4) / 4
+
+    steps.defvjp(lambda x: (steps(x), None), lambda _, ct: (ct,))
+    x = jnp.ones((1, 4, 1, 4))
+    bias = probjax.biases.ScoreFunction(lambda s, b, h, i, j: steps(s))
+    with pytest.raises(NotImplementedError, match="custom_vjp"):
+        probjax.dot_product_attention(x, x, x, bias, implementation="interpret")
+
+
+@pytest.mark.parametrize("sink", [-np.inf, np.inf, 0.5])
+def test_extreme_sinks(sink):
+    import probjax
+
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 7, 1, 4)), jnp.float32) for _ in range(3))
+
+    def of(name):
+        def f(s):
+            return probjax.dot_product_attention(q, k, v, sinks=s, implementation=name, return_residual=True)
+
+        return jax.jvp(f, (jnp.full((1,), sink, jnp.float32),), (jnp.ones(1),))
+
+    for got, want in zip(*(jax.tree.leaves(of(name)) for name in ("interpret", "reference")), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)

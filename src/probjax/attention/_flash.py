@@ -210,6 +210,9 @@ class Frame:
         own = lse * np.float32(LOG2E) if self.plain else lse
         return jnp.where(lse == np.float32(-INF), np.float32(INF), own)
 
+    def level_of_sink(self, sink: Array) -> Array:
+        return sink * np.float32(LOG2E) if self.plain else sink
+
     def lse_of(self, level: Array, total: Array) -> Array:
         return (level * np.float32(LN2) if self.plain else level) + jnp.log(total)
 

@@ -56,8 +56,8 @@ def forward(plan: Plan, refs: Refs) -> None:
         acc = lax.cond(spoilt(acc), lambda: _exact_values(at, i, top), lambda: acc)
     empty = top == NEGATIVE
     if frame.sinks >= 0:
-        sink = frame.level_of(at.read("operand", frame.sinks, (at.head,)).astype(jnp.float32))
-        sink = jnp.broadcast_to(jnp.where(sink == np.float32(INF), NEGATIVE, sink), top.shape)
+        sink = frame.level_of_sink(at.read("operand", frame.sinks, (at.head,)).astype(jnp.float32))
+        sink = jnp.broadcast_to(sink, top.shape)
         new = jnp.maximum(top, sink)
         fade = frame.between(top, new)
         total = total * fade + frame.between(sink, new)
@@ -189,7 +189,7 @@ def tangent(plan: Plan, refs: Refs) -> None:
     if f"move{frame.sinks}" in refs:
         sink = at.read("operand", frame.sinks, (at.head,)).astype(jnp.float32)
         move = at.read("move", frame.sinks, (at.head,)).astype(jnp.float32)
-        change = change + frame.between(frame.level_of(sink), level) * move
+        change = change + frame.between(frame.level_of_sink(sink), level) * move
     out = at.load("out", queries, plan.V).astype(jnp.float32)
     at.save("out_move", queries, acc - change[:, None] * out, plan.V)
     at.save("lse_move", queries, change, None)

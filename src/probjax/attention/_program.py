@@ -23,7 +23,7 @@ from probjax._op import Call, axis_sizes
 from probjax.attention import biases, masks
 from probjax.attention._function import TILE, as_band, looks_at, on_host, tile_table
 from probjax.attention._mask import Mask, _And, _Not, _Or, offset
-from probjax.attention._scalar import NotElementwise, trace
+from probjax.attention._scalar import NotElementwise, own_derivative, trace
 from probjax.attention._scalar import looks_at as looks_at_argument
 from probjax.attention._terms import Tile, over_tile
 from probjax.attention.spec import KEY, QUERY, VALUE, AttentionSpec, accumulator
@@ -260,9 +260,11 @@ class _Lowering:
             case biases.ScoreFunction(fn, arrays) if self.functions:
                 structs = self.structs(arrays)
                 try:
-                    trace(fn, True, structs)
+                    own = own_derivative(trace(fn, True, structs).jaxpr)
                 except NotElementwise as error:
                     raise Unsupported(f"biases.ScoreFunction with {error}") from None
+                if own is not None:  # the kernels would differentiate its steps instead
+                    raise Unsupported(f"biases.ScoreFunction with a derivative of its own ({own})")
                 at = self.traced(fn, arrays)
                 self.program.score.append(ScoreStep(ScoreOp.FUNCTION, function=at))
             case biases.ScoreFunction():

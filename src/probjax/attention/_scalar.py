@@ -34,6 +34,7 @@ _CALLS = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "remat": "jaxpr",
+    "remat2": "jaxpr",
     "checkpoint": "jaxpr",
 }
 _SHAPES = frozenset(("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "concatenate", "copy"))
@@ -49,15 +50,42 @@ class NotElementwise(Exception):
 
 @dataclass(frozen=True)
 class _View:
-    """An array in memory with some of its leading axes fixed: entries are read when they are asked for."""
+    """An array in memory of which some axes are fixed: entries are read when they are asked for.
+
+    `index` has an index for each axis of the array, or None for one that is still there. `axes` says which
+    axis of the array each axis of the view is, None for one of size 1 that stands for nothing.
+    """
 
     position: int
-    shape: tuple[int, ...]
-    index: tuple[Any, ...]  # per axis of the array: an index, or None for an axis that is still there
+    sizes: tuple[int, ...]
+    index: tuple[Any, ...]
+    axes: tuple[int | None, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(1 if a is None else self.sizes[a] for a in self.axes)
 
     def fix(self, axis: int, at: Any) -> _View:
-        free = [i for i, x in enumerate(self.index) if x is None][axis]
-        return replace(self, index=(*self.index[:free], at, *self.index[free + 1 :]))
+        """The view at one place of one of its axes, which stays as an axis of size 1."""
+        own = self.axes[axis]
+        if own is None:
+            return self
+        index = (*self.index[:own], at, *self.index[own + 1 :])
+        return replace(self, index=index, axes=(*self.axes[:axis], None, *self.axes[axis + 1 :]))
+
+    def reshaped(self, shape: tuple[int, ...]) -> _View | None:
+        """The view with axes of size 1 taken away or added; None if that does not give the shape."""
+        if tuple(n for n in shape if n != 1) != tuple(n for n in self.shape if n != 1):
+            return None
+        view = self
+        for axis, size in enumerate(self.shape):
+            if size == 1:
+                view = view.fix(axis, np.int32(0))
+        rest = iter([a for a in view.axes if a is not None])
+        return replace(view, axes=tuple(None if n == 1 else next(rest) for n in shape))
+
+    def read(self, read: Read) -> Array:
+        return read(self.position, tuple(np.int32(0) if i is None else i for i in self.index))
 
 
 @functools.lru_cache(maxsize=256)
@@ -80,6 +108,17 @@ def trace(fn: Callable, score: bool, arrays: tuple[jax.ShapeDtypeStruct, ...]) -
     return closed
 
 
+def own_derivative(jaxpr: Any) -> str | None:
+    """The first call inside whose derivative is not that of its steps."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name.startswith(("custom_jvp", "custom_vjp")):
+            return str(eqn.primitive.name)
+        inner = eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
+        if inner is not None and (found := own_derivative(getattr(inner, "jaxpr", inner))):
+            return found
+    return None
+
+
 def looks_at(closed: ClosedJaxpr, position: int) -> bool:
     """Whether the function uses its argument at `position`."""
     var = closed.jaxpr.invars[position]
@@ -96,7 +135,10 @@ def evaluate(closed: ClosedJaxpr, scalars: Sequence[Any], arrays: Sequence[Any],
       arrays: shapes and dtypes of the arrays.
       read: reads entries of them.
     """
-    views = [_View(i, tuple(x.shape), (None,) * len(x.shape)) for i, x in enumerate(arrays)]
+    views = [
+        _View(i, tuple(x.shape), (None,) * len(x.shape), tuple(range(len(x.shape))))
+        for i, x in enumerate(arrays)
+    ]
     given = [read(v.position, ()) if not v.shape else v for v in views]
     (out,) = _run(closed.jaxpr, closed.consts, [*scalars, *given], read)
     return out
@@ -133,7 +175,7 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], read: Read) -> 
             raise NotElementwise(f"the operation {name}")
         for var, x in zip(eqn.outvars, found, strict=True):
             if isinstance(x, _View) and var.aval.shape == ():
-                x = read(x.position, x.index)
+                x = x.read(read)
             env[var] = x
     return [value_of(x) for x in jaxpr.outvars]
 
@@ -159,12 +201,10 @@ def _shape(eqn: Any, inputs: list[Any]) -> Any:
             raise NotElementwise("the operation concatenate")
         return [item for part in parts for item in part]  # type: ignore[union-attr]
     if isinstance(x, _View):
-        kept = tuple(n for n, i in zip(x.shape, x.index, strict=True) if i is None)
-        if tuple(n for n in out if n != 1) != tuple(n for n in kept if n != 1):
+        found = x.reshaped(tuple(out))
+        if found is None:
             raise NotElementwise(f"the operation {eqn.primitive.name} on a whole array")
-        for axis in reversed([a for a, n in enumerate(kept) if n == 1][: len(kept) - len(out)]):
-            x = x.fix(axis, 0)
-        return x
+        return found
     if isinstance(x, list):
         if out == () and len(x) == 1:
             return x[0]
@@ -182,15 +222,12 @@ def _slice(eqn: Any, inputs: list[Any]) -> Any:
     sizes = eqn.params["slice_sizes"]
     if not isinstance(view, _View):
         raise NotElementwise("a slice of a computed array")
-    axes = [n for n, i in zip(view.shape, view.index, strict=True) if i is None]
-    for axis in reversed(range(len(axes))):
-        if sizes[axis] == axes[axis]:
-            if axes[axis] == 1:
-                view = view.fix(axis, 0)
+    for axis, (full, size, start) in enumerate(zip(view.shape, sizes, starts, strict=True)):
+        if size == full:
             continue
-        if sizes[axis] != 1:
+        if size != 1:
             raise NotElementwise("a slice of more than one entry")
-        view = view.fix(axis, _clip(starts[axis], axes[axis]))
+        view = view.fix(axis, _clip(start, full))
     return view
 
 
@@ -199,7 +236,7 @@ def _gather(eqn: Any, inputs: list[Any], read: Read) -> Any:
     numbers, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
     if not isinstance(view, _View) or not isinstance(index, list):
         raise NotElementwise("a gather of computed arrays")
-    axes = [n for n, i in zip(view.shape, view.index, strict=True) if i is None]
+    axes = view.shape
     single = eqn.params["slice_sizes"] == (1,) * len(axes)
     every = tuple(range(len(axes)))
     if not single or numbers.collapsed_slice_dims != every or sorted(numbers.start_index_map) != list(every):
@@ -209,7 +246,7 @@ def _gather(eqn: Any, inputs: list[Any], read: Read) -> Any:
     for a in reversed(every):
         inside = inside & (at[a] >= 0) & (at[a] < axes[a])
         view = view.fix(a, _clip(at[a], axes[a]))
-    found = read(view.position, view.index)
+    found = view.read(read)
     if mode != lax.GatherScatterMode.FILL_OR_DROP:
         return found
     fill = eqn.params["fill_value"]

@@ -98,7 +98,7 @@ def declines(call: Call, arrays: Sequence[Any]) -> str | None:
         if x.dtype.itemsize == 1 and math.prod(x.shape) >= 2**31:
             return "a bool array of 2**31 entries or more: Triton's 32-bit offsets do not reach its end"
         if x.dtype == jnp.float64:
-            return "a float64 operand"
+            return "an operand (bias, scale, sinks or an array of a function) is float64; cast it to float32"
     return None
 
 
