@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+
 import jax
 import pytest
 
 from probjax import cli, tune
-from probjax.attention import gpu_blocks, tables
+from probjax.attention import tables
 from probjax.attention.tables import Blocks, Entry, Key, Table
 
 KEY = Key("forward", "bfloat16", 64, 128, 128, 16, True)
@@ -43,7 +45,7 @@ def fake(program, arguments):
 
 def test_the_fastest_cut_that_compiles_is_kept(no_compiler):
     found = tune.measure_key(KEY, fake)
-    allowed = [c["forward"] for c in gpu_blocks.candidates(KEY) if c["forward"].stages != 3]
+    allowed = [c["forward"] for c in tune.candidates(KEY) if c["forward"].stages != 3]
     best = min(allowed, key=lambda b: b.queries + 2 * b.keys + b.warps)
     assert found is not None
     assert found.implementation == "triton"
@@ -156,3 +158,33 @@ def test_one_key_that_fails_is_not_the_end(no_compiler):
 def test_a_table_of_another_device_is_not_added_to(no_compiler):
     with pytest.raises(ValueError, match="Imaginary"):
         tune.tune([KEY], known=Table("NVIDIA Imaginary 1", {}, ()), measure=fake)
+
+
+@pytest.fixture
+def words(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    return argparse.Namespace(
+        dtypes="bfloat16",
+        head_sizes="64",
+        lengths="64,128",
+        pairs=8,
+        kinds="forward",
+        seconds=float("inf"),
+        append=False,
+        output=tmp_path / "table.json",
+    )
+
+
+def test_a_gpu_without_the_kernels_is_named(words, monkeypatch, capsys):
+    monkeypatch.setattr(tune.dispatch, "unavailable", lambda name, platform: f"{name} needs a newer GPU")
+    assert cli._tune(words) == 2
+    assert "triton needs a newer GPU" in capsys.readouterr().err
+    assert not words.output.exists()
+
+
+def test_an_empty_table_is_not_written(words, monkeypatch, capsys):
+    monkeypatch.setattr(tune.dispatch, "unavailable", lambda name, platform: None)
+    monkeypatch.setattr(tune, "tune", lambda wanted, **options: Table("GPU", {}, ()))
+    assert cli._tune(words) == 1
+    assert "nothing was written" in capsys.readouterr().err
+    assert not words.output.exists()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,15 @@ import jax
 import jax.numpy as jnp
 
 from probjax.attention import dispatch, dot_product_attention, gpu_blocks, gpu_triton, tables
-from probjax.attention._triton import ceil_power
+from probjax.attention._triton import HALF, SIX, TF32, THREE, ceil_power
 from probjax.attention.gpu_blocks import Kernels
 from probjax.attention.tables import Blocks, Entry, Key, Table
+from probjax.bench import device_time
 
 DTYPES = ("bfloat16", "float32", "float32_high", "float32_highest")
+NAMES = {"forward": ("forward",), "tangent": ("tangent",), "backward": ("one", "query", "key")}
+"""The kernels that are measured. That of bias gradients keeps the cut of the rules."""
+
 HEADS = 8
 CALLS = 8
 THREADS = 8
@@ -61,21 +65,47 @@ def keys(
 
 
 def kernel_times(compiled: Any, arguments: Sequence[Any]) -> Times:
-    """Median microseconds of each kernel of a program, by CUPTI.
+    """Median microseconds of each kernel of a program, by CUPTI; those of one name added up.
 
     Raises:
       RuntimeError: there is no CUPTI, or no kernel was seen.
     """
-    from jax.experimental.mosaic.gpu import profiler
-
-    measure = profiler.Cupti(finalize=False).measure  # type: ignore[call-arg]
-    _, calls = measure(compiled, aggregate=False, iterations=CALLS)(*arguments)
-    if not calls:
-        raise RuntimeError("CUPTI saw no kernel")
+    calls = device_time.kernels(compiled, arguments, CALLS)
     found: Times = {}
     for position, (name, _) in enumerate(calls[0]):
         found[name] = found.get(name, 0.0) + 1e3 * statistics.median(call[position][1] for call in calls)
     return found
+
+
+def candidates(key: Key) -> list[Kernels]:
+    """Cuts worth measuring for a key."""
+    rows, columns, wide = ceil_power(key.queries), ceil_power(key.keys), key.head_size
+    name = key.dtype.split("_")[0]
+    products = {"float32": TF32, "float32_highest": SIX, "float32_high": THREE}.get(key.dtype, HALF)
+    shape = gpu_blocks.Shape(name, products, key.queries, key.keys, 1, wide, wide, key.pairs, key.masked)
+    found: list[Kernels] = []
+    for tile in _tiles(rows, columns, wide):
+        if key.kind != "backward":
+            found.append({key.kind: tile})
+        elif tile.keys == columns and columns <= 128:
+            found.append({"one": tile})
+    if key.kind == "backward":
+        both = list(_tiles(rows, columns, wide))
+        found += [{"query": tile, "key": tile} for tile in both]
+    return [
+        c for c in found if all(gpu_blocks.memory(n, b, shape) <= gpu_blocks.limit() for n, b in c.items())
+    ]
+
+
+def _tiles(rows: int, columns: int, wide: int) -> Iterator[Blocks]:
+    sizes = (16, 32, 64, 128)
+    for queries, keys in itertools.product(sizes, sizes):
+        if queries > rows or keys > columns or queries < min(rows, 32) or keys < min(columns, 32):
+            continue
+        area = queries * keys
+        for warps in (1, 2) if area <= 32 * 32 else (4, 8) if area > 64 * 64 or wide > 64 else (2, 4):
+            for stages in (1,) if columns == keys and rows == queries else (2, 3):
+                yield Blocks(queries, keys, warps, stages)
 
 
 def tune(
@@ -141,7 +171,7 @@ def describe(key: Key) -> str:
 def measure_key(key: Key, measure: Measure = kernel_times) -> Entry | None:
     """The best cut, and the best implementation, for one key; None if nothing runs."""
     arguments = _arguments(key)
-    names = gpu_blocks.NAMES[key.kind]
+    names = NAMES[key.kind]
     best: dict[str, tuple[float, Blocks]] = {}
 
     def compiled(kernels: Kernels) -> Any:
@@ -151,7 +181,7 @@ def measure_key(key: Key, measure: Measure = kernel_times) -> Entry | None:
         except Exception:  # a cut that this GPU has no room for is no candidate
             return None
 
-    tried = gpu_blocks.candidates(key)
+    tried = candidates(key)
     with ThreadPoolExecutor(THREADS) as pool:
         programs = list(pool.map(compiled, tried))
     for kernels, program in zip(tried, programs, strict=True):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from oracle import Call, Sizes, masks
-from probjax.attention._function import as_band, tile_grid
+from probjax.attention._function import as_band
 from probjax.attention._program import NO_BOUND, MaskOp, MaskStep, lower
 from probjax.attention._schedule import Cut, Schedule, bounds, schedules
 from probjax.attention.prepare import prepare
@@ -344,20 +344,8 @@ def test_as_band(name, T, S):
         assert got[0] > got[1]
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(16, 16), (64, 32), (128, 64), (32, 128), (256, 16)])
-@pytest.mark.parametrize(("T", "S"), [(40, 50), (200, 137), (129, 64)])
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_tile_grid(name, T, S, rows, columns):
-    fn, _ = FUNCTIONS[name]
-    some, every = tile_grid(fn, T, S, rows, columns)
-    want = truth(by_pairs(fn, T, S), Cut(T, S, rows, columns))
-    np.testing.assert_array_equal(some, want[0])
-    np.testing.assert_array_equal(every, want[1])
-
-
 def test_too_many_pairs_are_not_looked_at():
     assert as_band(everything, 2**17, 2**15) is None
-    assert tile_grid(everything, 2**17, 2**15, 64, 64) is None
 
 
 def test_a_band_without_a_bound_on_one_side():

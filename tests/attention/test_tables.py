@@ -9,6 +9,8 @@ import pytest
 from probjax.attention import _triton, gpu_blocks, tables
 from probjax.attention.tables import Blocks, Entry, Key, Table
 
+NAMES = {"forward": ("forward",), "tangent": ("tangent",), "backward": ("one", "query", "key", "bias")}
+
 
 def key(kind="forward", dtype="bfloat16", head_size=64, queries=128, keys=128, pairs=64, masked=False):
     return Key(kind, dtype, head_size, queries, keys, pairs, masked)
@@ -16,7 +18,7 @@ def key(kind="forward", dtype="bfloat16", head_size=64, queries=128, keys=128, p
 
 def entry(implementation="triton", blocks=(64, 64), **fields):
     found = key(**fields)
-    names = gpu_blocks.NAMES[found.kind][:1]
+    names = NAMES[found.kind][:1]
     return Entry(found, implementation, {name: Blocks(*blocks) for name in names}, {"triton": 1.25})
 
 
@@ -255,16 +257,16 @@ def test_a_call_is_cut_as_the_table_says(cache, monkeypatch):
     """And never longer than the call, nor larger than a program's memory."""
     monkeypatch.setattr(_triton, "device_kind", lambda: "NVIDIA Test 1")
     monkeypatch.setattr(_triton, "capability", lambda: (9, 0))
-    shape = gpu_blocks.Shape("bfloat16", _triton.HALF, 512, 512, 8, 8, 64, 64, 4, masked=False)
+    shape = gpu_blocks.Shape("bfloat16", _triton.HALF, 512, 512, 8, 64, 64, 4, masked=False)
     own = gpu_blocks.chosen("forward", shape)["forward"]
     assert gpu_blocks.entry_of("forward", shape) is None
     tables.save(table(entry(blocks=(128, 32, 8, 3))), cache / tables.file_name("NVIDIA Test 1"))
     assert own != Blocks(128, 32, 8, 3)
     assert gpu_blocks.chosen("forward", shape) == {"forward": Blocks(128, 32, 8, 3)}
-    short = gpu_blocks.Shape("bfloat16", _triton.HALF, 20, 20, 8, 8, 64, 64, 4, masked=False)
+    short = gpu_blocks.Shape("bfloat16", _triton.HALF, 20, 20, 8, 64, 64, 4, masked=False)
     assert gpu_blocks.chosen("forward", short) == {"forward": Blocks(32, 32, 8, 3)}
     monkeypatch.setattr(_triton, "capability", lambda: (8, 6))
-    wide = gpu_blocks.Shape("float32", _triton.SIX, 512, 512, 8, 8, 256, 256, 4, masked=True)
+    wide = gpu_blocks.Shape("float32", _triton.SIX, 512, 512, 8, 256, 256, 4, masked=True)
     cut = gpu_blocks.chosen("backward", wide)
     assert {"query", "key", "bias"} <= set(cut)
     for name, block in cut.items():
@@ -301,13 +303,13 @@ def test_packaged_tables(path, monkeypatch):
     for e in found.entries:
         k = e.key
         assert e.implementation in ("triton", "cudnn"), k
-        assert e.kernels and set(e.kernels) <= set(gpu_blocks.NAMES[k.kind]), k
+        assert e.kernels and set(e.kernels) <= set(NAMES[k.kind]), k
         if k.kind == "backward":
             assert "one" in e.kernels or {"query", "key"} <= set(e.kernels), k
         assert all(us > 0 for us in e.microseconds.values()), k
         assert k.head_size == _triton.ceil_power(k.head_size), k
         shape = gpu_blocks.Shape(
-            k.dtype.split("_")[0], products(k.dtype), k.queries, k.keys, 1, 1, k.head_size, k.head_size,
+            k.dtype.split("_")[0], products(k.dtype), k.queries, k.keys, 1, k.head_size, k.head_size,
             k.pairs, k.masked,
         )  # fmt: skip
         assert shape.key(k.kind) == k

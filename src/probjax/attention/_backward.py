@@ -79,8 +79,7 @@ def query_gradient(plan: Plan, refs: Refs) -> None:
 
     acc = jnp.zeros((queries.count, _triton.ceil_power(plan.D)), jnp.float32)
     state = acc, tuple(jnp.float32(0) for _ in numbers)
-    whole = plan.whole
-    acc, sums = visit(np.int32(0), at.hides_whole, state) if whole else at.over_keys(i, visit, state)
+    acc, sums = at.over_keys(i, visit, state)
     if at.can_spoil:
         acc = lax.cond(spoilt(acc), lambda: _exact_query_gradient(at, i), lambda: acc)
     at.save("grad_q", queries, acc * np.float32(frame.scale), plan.D)
@@ -218,9 +217,7 @@ def one(plan: Plan, refs: Refs) -> None:
         q, ct = at.load("q", queries, plan.D), at.load("ct", queries, plan.V)
         lse = at.stat("lse", queries, INF)
         off = excess(at, queries, ct, lse)
-        ct_raw, state = _columns(
-            at, queries, keys, q, k, v, ct, at.frame.level_of(lse), off, at.hides_whole, state
-        )
+        ct_raw, state = _columns(at, queries, keys, q, k, v, ct, at.frame.level_of(lse), off, at.hides, state)
         grad = at.dot(ct_raw.astype(k.dtype), k, (0, 0))
         at.save("grad_q", queries, grad * np.float32(plan.frame.scale), plan.D)
         return state
@@ -306,9 +303,9 @@ def bias_gradient(
         return acc + part
 
     stop: Any = np.int32(many)
-    plain = plan.along_keys
-    if plain.kind == "band" and not plain.everything and rows > 1 and columns > 1:
-        begin, _, _, end = bounds(plain, cut, first + own_rows, "keys")
+    along = plan.along_keys
+    if along.kind == "band" and not along.everything and rows > 1 and columns > 1:
+        begin, _, _, end = bounds(along, cut, first + own_rows, "keys")
         stop = jnp.where((own_columns >= begin) & (own_columns < end), stop, np.int32(0))
     acc = loop(np.int32(0), stop, visit, jnp.zeros(tile_shape, jnp.float32))
     row = own_rows * np.int32(cut.rows) + lax.iota(jnp.int32, tile_shape[0])[:, None]

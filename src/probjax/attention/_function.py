@@ -122,29 +122,3 @@ def as_band(fn: Callable, query_length: int, key_length: int) -> tuple[int, int]
         if ((whole != ((distance >= low) & (distance <= high))) & real).any():
             return None
     return low, high
-
-
-@functools.lru_cache(maxsize=64)
-def tile_grid(
-    fn: Callable, query_length: int, key_length: int, rows: int, columns: int
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """Which tiles of `rows` by `columns` hold some visible pair, and which hold nothing else.
-
-    Returns:
-      Two bool arrays (query tiles, key tiles). None if there are too many pairs to look at them all.
-    """
-    if query_length * key_length > _PAIRS:
-        return None
-    shape = math.ceil(query_length / rows), math.ceil(key_length / columns)
-    some, hidden = np.zeros(shape, bool), np.zeros(shape, bool)
-    of_key = np.arange(key_length) // columns
-    for start, (shown, _) in zip(
-        range(0, query_length, TILE), _tile_rows(fn, query_length, key_length), strict=True
-    ):
-        whole = shown.swapaxes(0, 1).reshape(TILE, -1)[: query_length - start, :key_length]
-        for first in range(0, len(whole), min(rows, TILE)):
-            part = whole[first : first + min(rows, TILE)]
-            i = (start + first) // rows
-            some[i] |= np.bincount(of_key, part.any(axis=0), shape[1]) > 0
-            hidden[i] |= np.bincount(of_key, ~part.all(axis=0), shape[1]) > 0
-    return some, ~hidden

@@ -47,11 +47,7 @@ def forward(plan: Plan, refs: Refs) -> None:
         part = at.dot(frame.drop(tile, weight).astype(v.dtype), v, (1, 0))
         return top, total, state[2] * fade[:, None] + part
 
-    if plan.whole:
-        top, total, acc = visit(np.int32(0), at.hides_whole, state)
-    else:
-        top, total, acc = at.over_keys(i, visit, state)
-
+    top, total, acc = at.over_keys(i, visit, state)
     if at.can_spoil:
         acc = lax.cond(spoilt(acc), lambda: _exact_values(at, i, top), lambda: acc)
     empty = top == NEGATIVE
@@ -115,12 +111,7 @@ def repair(plan: Plan, refs: Refs, step: int) -> None:
 
         return loop(np.int32(0), np.int32(plan.cut.row_tiles), tile, jnp.int32(0))
 
-    looks = -(-plan.frame.T // step)
-    bad = (
-        look(np.int32(0), jnp.int32(0))
-        if looks == 1
-        else loop(np.int32(0), np.int32(looks), look, jnp.int32(0))
-    )
+    bad = loop(np.int32(0), np.int32(-(-plan.frame.T // step)), look, jnp.int32(0))
     lax.cond(bad > 0, redo, lambda: jnp.int32(0))
 
 
@@ -182,8 +173,7 @@ def tangent(plan: Plan, refs: Refs) -> None:
 
     shape = (queries.count, _triton.ceil_power(plan.V))
     state = jnp.zeros(shape, jnp.float32), jnp.zeros((queries.count,), jnp.float32)
-    whole = plan.whole
-    acc, change = visit(np.int32(0), at.hides_whole, state) if whole else at.over_keys(i, visit, state)
+    acc, change = at.over_keys(i, visit, state)
     if at.can_spoil:
         acc = lax.cond(spoilt(acc), lambda: _exact_tangent(at, i), lambda: acc)
     if f"move{frame.sinks}" in refs:

@@ -17,13 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from probjax.attention._function import tile_grid
+from probjax.attention import masks
 from probjax.attention._program import NO_BOUND, MaskOp, MaskStep
+from probjax.attention._terms import Bounds
 
 Array = jax.Array
 Flags = tuple[Any, Any]  # per tile: holds a visible pair (or may), holds nothing else
-
-UNBOUNDED = None
 
 
 @dataclass(frozen=True)
@@ -173,18 +172,11 @@ def _leaf(step: MaskStep, cut: Cut, operands: Sequence[Array], batch: int) -> Fl
         case MaskOp.FUNCTION:
             function = step.function
             assert function is not None
-            grid = None
-            if not function.arrays and not _uses_index(function.fn):
-                grid = tile_grid(function.fn, cut.T, cut.S, cut.rows, cut.columns)
-            return grid if grid is not None else (np.ones(shape, bool), np.zeros(shape, bool))
+            if function.arrays:
+                return np.ones(shape, bool), np.zeros(shape, bool)
+            flat = (q0[:, 0], q1[:, 0], k0[0], k1[0])
+            return masks.MaskFunction(function.fn).grid(Bounds(*flat, cut.T, cut.S))
     raise AssertionError(step.op)
-
-
-def _uses_index(fn: Any) -> bool:
-    from probjax.attention._scalar import looks_at, trace
-
-    closed = trace(fn, False, ())
-    return looks_at(closed, 0) or looks_at(closed, 1)
 
 
 def _extremes(ids: Array, size: int, tiles: int) -> tuple[Array, Array]:

@@ -36,9 +36,8 @@ class Plan:
     V: int
     products: str
     interpret: bool
-    one_loop: bool = (
-        False  # of a band: one loop that always evaluates the mask; pays where few tiles are full
-    )
+    # Of a band: one loop that always evaluates the mask. It pays where few tiles are full.
+    one_loop: bool = False
 
     @property
     def batch(self) -> int:
@@ -48,11 +47,6 @@ class Plan:
     def group_size(self) -> int:
         """Query heads of one key/value head."""
         return self.frame.N // self.frame.K
-
-    @property
-    def whole(self) -> bool:
-        """One tile holds all scores of a head."""
-        return self.cut.row_tiles == 1 and self.cut.column_tiles == 1
 
     @property
     def ragged(self) -> bool:
@@ -109,9 +103,8 @@ class Site:
         if width != padded:
             column = jnp.broadcast_to((lax.iota(jnp.int32, padded) < np.int32(width))[None, :], shape)
             mask = column if mask is None else mask & column
-        first: Any = (
-            np.int32(0) if self.plan.interpret else 0
-        )  # the interpreter wants one type of all indices
+        # The interpreter wants one type of all indices.
+        first: Any = np.int32(0) if self.plan.interpret else 0
         return (*index, _triton.span(first, padded)), mask
 
     def load(self, name: str, rows: Rows, width: int) -> Array:
@@ -210,8 +203,8 @@ class Site:
     ) -> Any:
         """`visit(other tile, hides, carry)` for the tiles of a schedule; where `hides`, the mask counts."""
         always = self.frame.bias_hides  # then no tile is known to hold nothing hidden
-        if count == 1 and plan.everything and self.frame.S % self.plan.cut.columns == 0:
-            return visit(np.int32(0), always, carry)
+        if count == 1:  # straight on: a loop would hide from the compiler that it runs once
+            return visit(np.int32(0), self.hides, carry)
         if plan.everything and self.frame.S % self.plan.cut.columns == 0:
             return loop(np.int32(0), np.int32(count), lambda j, c: visit(j, always, c), carry)
         if plan.kind == "table":
@@ -221,8 +214,6 @@ class Site:
             at = lambda n: _triton.load(ref, (tile, n + np.int32(2)))  # noqa: E731
             carry = loop(np.int32(0), hidden, lambda n, c: visit(at(n), True, c), carry)
             return loop(hidden, hidden + full, lambda n, c: visit(at(n), always, c), carry)
-        if count == 1:  # straight on: a loop would hide from the compiler that it runs once
-            return visit(np.int32(0), self.hides_whole, carry)
         if plan.kind == "band":
             begin, full, full_stop, stop = bounds(plan, self.plan.cut, tile, along)
             if self.plan.one_loop:
@@ -249,10 +240,9 @@ class Site:
         return self._walk(self.plan.along_queries, j, "queries", self.plan.cut.row_tiles, visit, carry)
 
     @property
-    def hides_whole(self) -> bool:
-        """Whether the mask counts where one tile is everything."""
-        plan = self.plan
-        return self.frame.can_hide or bool(self.frame.S % plan.cut.columns)
+    def hides(self) -> bool:
+        """Whether the mask counts on a tile of which nothing else is known."""
+        return self.frame.can_hide or bool(self.frame.S % self.plan.cut.columns)
 
     @property
     def can_spoil(self) -> bool:

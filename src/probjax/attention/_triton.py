@@ -159,12 +159,17 @@ def dot(a: Array, b: Array, contract: tuple[int, int], products: str, interpret:
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
+def default_precision() -> Any:
+    """What a precision of None means where a program is traced."""
+    return jax.config.jax_default_matmul_precision
+
+
 def products(precision: Any, dtype: Any) -> str | None:
     """How products are formed for the precision of a call; None if kernels do not have it."""
     if jnp.dtype(dtype) != jnp.float32:
         return HALF
     if precision is None:
-        precision = jax.config.jax_default_matmul_precision
+        precision = default_precision()
     both = precision if isinstance(precision, tuple) else (precision, precision)
     names = {str(getattr(p, "name", p)).lower() for p in both}
     if names & {"highest", "float32", "fp32"}:

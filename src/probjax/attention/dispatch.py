@@ -136,8 +136,7 @@ def choose(problem: Problem, platform: str | None, kind: str = "forward") -> tup
       problem: the call.
       platform: one of JAX's lowering platforms; None where it is not known.
       kind: "forward", "backward" or "tangent": they share output and log-sum-exp, so that each can be
-      computed
-        by whichever is best at it.
+        computed by whichever is best at it.
     """
     spec = problem.spec
     if spec.plain:

@@ -6,8 +6,6 @@ Kernels by name: "forward"; "tangent"; and for backward "one" (all gradients of 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -17,8 +15,6 @@ from probjax.attention._triton import HALF, SIX, THREE, ceil_power
 from probjax.attention.tables import Blocks, Key
 
 Kernels = dict[str, Blocks]
-
-NAMES = {"forward": ("forward",), "tangent": ("tangent",), "backward": ("one", "query", "key", "bias")}
 
 _MEMORY = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227}
 """Shared memory of one program in KiB, by compute capability (CUDA programming guide, table of features)."""
@@ -34,7 +30,6 @@ class Shape:
     T: int
     S: int
     N: int
-    K: int
     D: int
     V: int
     batch: int
@@ -72,8 +67,8 @@ def limit() -> int:
 def memory(name: str, block: Blocks, shape: Shape) -> int:
     """How many bytes of shared memory a kernel needs: tiles that stay, tiles in flight, and scratch.
 
-    For half types this is what Triton 3 was seen to ask for on an H200, to the byte; for float32 an upper
-    bound.
+    The main term is what five cuts with half types were refused for on an H200, to the byte; the terms for
+    masks, for "one" and for float32 are estimates.
     """
     row, column = block.queries * shape.itemsize, block.keys * shape.itemsize
     D, V = ceil_power(shape.D), ceil_power(shape.V)
@@ -142,10 +137,6 @@ def _cap(name: str, block: Blocks, shape: Shape) -> Blocks:
     return replace(block, queries=min(block.queries, rows), keys=keys)
 
 
-def _block(queries: int, keys: int, warps: int, stages: int) -> Blocks:
-    return Blocks(queries=queries, keys=keys, warps=warps, stages=stages)
-
-
 def rules(kind: str, shape: Shape) -> Kernels:
     """A cut for a GPU that was not measured: what was good on several shapes of an H200, on the small
     side.
@@ -159,47 +150,15 @@ def rules(kind: str, shape: Shape) -> Kernels:
         warps = 1 if small == 16 else 2
     row, column = min(rows, side), min(columns, side)
     if kind != "backward":
-        return {kind: _block(row, column, warps, 2)}
+        return {kind: Blocks(row, column, warps, 2)}
     kernels = {
-        "query": _block(row, min(columns, 32 if wide <= 64 else side), warps, 2),
-        "key": _block(min(rows, 32 if wide <= 64 else side), column, warps, 2),
-        "bias": _block(row, column, warps, 1),
+        "query": Blocks(row, min(columns, 32 if wide <= 64 else side), warps, 2),
+        "key": Blocks(min(rows, 32 if wide <= 64 else side), column, warps, 2),
+        "bias": Blocks(row, column, warps, 1),
     }
-    if columns <= (
-        128
-        if half and not shape.masked and wide <= 64
-        else 64
-        if wide <= 64 and shape.products != SIX
-        else 16
-    ):
-        kernels["one"] = _block(row, columns, warps if columns <= 64 else 8, 1)
+    longest = 16
+    if wide <= 64 and shape.products != SIX:
+        longest = 128 if half and not shape.masked else 64
+    if columns <= longest:
+        kernels["one"] = Blocks(row, columns, warps if columns <= 64 else 8, 1)
     return kernels
-
-
-def candidates(key: Key) -> list[Kernels]:
-    """Cuts worth measuring for a key."""
-    rows, columns, wide = ceil_power(key.queries), ceil_power(key.keys), key.head_size
-    name = key.dtype.split("_")[0]
-    products = {"float32": "tf32", "float32_highest": SIX, "float32_high": THREE}.get(key.dtype, HALF)
-    shape = Shape(name, products, key.queries, key.keys, 1, 1, wide, wide, key.pairs, key.masked)
-    found: list[Kernels] = []
-    for tile in _tiles(rows, columns, wide):
-        if key.kind != "backward":
-            found.append({key.kind: tile})
-        elif tile.keys == columns and columns <= 128:
-            found.append({"one": tile})
-    if key.kind == "backward":
-        both = list(_tiles(rows, columns, wide))
-        found += [{"query": tile, "key": tile} for tile in both]
-    return [c for c in found if all(memory(n, b, shape) <= limit() for n, b in c.items())]
-
-
-def _tiles(rows: int, columns: int, wide: int) -> Iterator[Blocks]:
-    sizes = (16, 32, 64, 128)
-    for queries, keys in itertools.product(sizes, sizes):
-        if queries > rows or keys > columns or queries < min(rows, 32) or keys < min(columns, 32):
-            continue
-        area = queries * keys
-        for warps in (1, 2) if area <= 32 * 32 else (4, 8) if area > 64 * 64 or wide > 64 else (2, 4):
-            for stages in (1,) if columns == keys and rows == queries else (2, 3):
-                yield _block(queries, keys, warps, stages)

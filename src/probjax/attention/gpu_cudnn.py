@@ -27,14 +27,18 @@ import jax.numpy as jnp
 
 from probjax._call import full_size
 from probjax._op import Arrays, Call, axis_sizes, batch_shape
-from probjax.attention import gpu_triton, masks
-from probjax.attention._mask import Mask, _And, offset
+from probjax.attention import _triton, gpu_triton
+from probjax.attention._program import NO_BOUND, MaskOp, lower
 from probjax.attention.spec import QUERY, AttentionSpec
 
 Array = jax.Array
 
 MIN_VERSION = 91300
-"""cuDNN 9.13: releases 9.11 and 9.12 compute a wrong backward for some head sizes on Hopper."""
+"""cuDNN 9.13: the two releases before it have a known fault on Hopper (in backward, which is not used here).
+These kernels were run with 9.19 only."""
+
+EVERYTHING = (-NO_BOUND, NO_BOUND)
+"""The band of a mask that hides nothing."""
 
 MAX_BLOCKS = 2**16 - 1
 """Most pairs of batch entry and head: the extent of a CUDA grid's second axis."""
@@ -62,13 +66,11 @@ class _Primitives:
 
 @functools.cache
 def _primitives() -> _Primitives | str:
-    """The two primitives of JAX, or why they cannot be used. Asks no device."""
+    """The primitive of JAX, or why it cannot be used. Asks no device."""
     try:
         from jax._src.cudnn import fused_attention_stablehlo as source
 
-        expected: list[tuple[Any, tuple[str, ...]]] = [
-            (source._dot_product_attention_fwd_abstract, _FORWARD),
-        ]
+        function = source._dot_product_attention_fwd_abstract
         found = _Primitives(
             source._dot_product_attention_fwd_p.bind,
             source.AttentionLayout.BTNH.value,
@@ -77,13 +79,12 @@ def _primitives() -> _Primitives | str:
         )
     except (ImportError, AttributeError) as error:
         return f"JAX {jax.__version__} has no private cuDNN attention of the known form: {error}"
-    for function, names in expected:
-        have = tuple(inspect.signature(function).parameters)
-        if have != names:
-            return (
-                f"JAX {jax.__version__} has changed its private cuDNN attention: {function.__name__} takes "
-                f"({', '.join(have)}), known is ({', '.join(names)})"
-            )
+    have = tuple(inspect.signature(function).parameters)
+    if have != _FORWARD:
+        return (
+            f"JAX {jax.__version__} has changed its private cuDNN attention: {function.__name__} takes "
+            f"({', '.join(have)}), known is ({', '.join(_FORWARD)})"
+        )
     return found
 
 
@@ -102,16 +103,6 @@ def _version() -> int | str:
         return f"JAX finds no cuDNN: {error}"
 
 
-@functools.cache
-def _capability() -> tuple[int, int] | None:
-    """Compute capability of the first GPU; None without one. Starts JAX's CUDA backend."""
-    try:
-        major, minor = jax.local_devices(backend="cuda")[0].compute_capability.split(".")
-        return int(major), int(minor)
-    except (RuntimeError, IndexError, AttributeError, ValueError):
-        return None
-
-
 # ----------------------------------------------------------------------------------------------------------
 # Which calls it runs
 
@@ -127,14 +118,10 @@ def unavailable(platform: str) -> str | None:
         return version
     if version < MIN_VERSION:
         return f"cuDNN {_dotted(version)} is older than {_dotted(MIN_VERSION)}; update JAX's CUDA plugin"
-    capability = _capability()
-    if capability is None:
+    if _triton.capability() is None:
         return "JAX sees no NVIDIA GPU whose compute capability could be asked for"
-    if capability < (8, 0):
-        return (
-            f"the GPU has compute capability {capability[0]}.{capability[1]}, wanted is 8.0 (Ampere) or newer"
-        )
-    return None
+    # The same GPUs, and backward, tangents and what a mask hides are theirs.
+    return gpu_triton.unavailable(platform)
 
 
 def _dotted(version: int) -> str:
@@ -143,20 +130,16 @@ def _dotted(version: int) -> str:
 
 def declines(call: Call, arrays: Sequence[Any]) -> str | None:
     """Why the kernels do not run a call with operands of these shapes and dtypes; None if they do."""
-    batch, sizes = batch_shape(call, arrays), axis_sizes(call, arrays)
-    if not all(isinstance(n, int) for n in (*batch, *sizes.values())):
-        return "a size is symbolic, and cuDNN is told all sizes when a program is compiled"
-    return (
-        gpu_triton.declines(call, arrays)
-        or _declines_spec(call.spec)
-        or _declines_sizes(math.prod(batch), sizes, arrays)
-        or _declines_mask(call.spec, sizes["T"], sizes["S"])
+    found = gpu_triton.declines(call, arrays) or _declines_spec(call.spec)
+    if found is not None:
+        return found
+    sizes = axis_sizes(call, arrays)
+    return _declines_sizes(math.prod(batch_shape(call, arrays)), sizes, arrays) or _declines_mask(
+        _band(call, arrays), sizes["T"], sizes["S"]
     )
 
 
 def _declines_spec(spec: AttentionSpec) -> str | None:
-    if spec.portable:
-        return "the program is exported, and JAX gives no guarantee for cuDNN's custom calls in it"
     if spec.bias is not None:
         return "bias, logits_soft_cap: cuDNN caps nothing, and a bias's gradient takes memory of T times S"
     if spec.sinks_at is not None:
@@ -177,7 +160,7 @@ def _declines_sizes(batch: int, sizes: dict[str, int], arrays: Sequence[Any]) ->
     head, value = sizes["D"], sizes["V"]
     if head != value:
         return f"value: cuDNN wants the size of query and key, D = {head}, not V = {value}"
-    largest = 256 if (_known_capability() or (0, 0))[0] == 9 else 128
+    largest = 256 if (_triton.capability() or (0, 0))[0] == 9 else 128
     if head % 8 or head > largest:
         return f"query: cuDNN wants a head size D that is a multiple of 8 and at most {largest}, not {head}"
     if batch * sizes["N"] > MAX_BLOCKS:
@@ -188,59 +171,31 @@ def _declines_sizes(batch: int, sizes: dict[str, int], arrays: Sequence[Any]) ->
     return None
 
 
-def _known_capability() -> tuple[int, int] | None:
-    """The compute capability where JAX has CUDA at all; elsewhere no backend is started to find none."""
-    return None if isinstance(_version(), str) else _capability()
-
-
-def _declines_mask(spec: AttentionSpec, query_length: int, key_length: int) -> str | None:
-    band = _band(spec.mask, query_length, key_length)
+def _declines_mask(band: tuple[int, int] | None, query_length: int, key_length: int) -> str | None:
     if band is None:
         return "mask: cuDNN hides exactly only by Causal, and by Causal with a window to the left"
     low, high = band
-    if band == (-math.inf, math.inf):
+    if band == EVERYTHING:
         return None
     if high != 0:
         return "mask: cuDNN wants a query to see keys up to its own position, causal from the top left"
     if low > 0:
         return "mask: it hides every pair"
-    if low != -math.inf and query_length != key_length:
+    if low != -NO_BOUND and query_length != key_length:
         return f"local_window_size: cuDNN wants T = S for a window, not {query_length} and {key_length}"
     if query_length < key_length:
         return f"is_causal: no query sees the keys from T = {query_length} to S = {key_length}"
     return None
 
 
-def _band(structure: Any, query_length: int, key_length: int) -> tuple[float, float] | None:
-    """Smallest and largest visible j - i, infinite where that side hides nothing; None for other masks."""
-    if structure is None:
-        return -math.inf, math.inf
-    if structure.num_leaves:
+def _band(call: Call, arrays: Sequence[Any]) -> tuple[int, int] | None:
+    """Smallest and largest visible j - i, as `_program` has them; None for masks that are no band."""
+    if 0 in (*batch_shape(call, arrays), *axis_sizes(call, arrays).values()):
+        return EVERYTHING
+    steps = lower(call, arrays, functions=True).mask
+    if len(steps) > 1 or (steps and steps[0].op != MaskOp.BAND):
         return None
-    found = _sides(jax.tree.unflatten(structure, ()), query_length, key_length)
-    if found is None:
-        return None
-    low, high = found
-    return (
-        -math.inf if low <= 1 - query_length else low,
-        math.inf if high >= key_length - 1 else high,
-    )
-
-
-def _sides(mask: Mask, query_length: int, key_length: int) -> tuple[float, float] | None:
-    match mask:
-        case masks.Causal(alignment):
-            return -math.inf, offset(alignment, query_length, key_length)
-        case masks.SlidingWindow():
-            low, high = mask._sides(query_length, key_length)
-            return -math.inf if low is None else low, math.inf if high is None else high
-        case _And(left, right):
-            one = _sides(left, query_length, key_length)
-            two = _sides(right, query_length, key_length)
-            if one is None or two is None:
-                return None
-            return max(one[0], two[0]), min(one[1], two[1])
-    return None
+    return (steps[0].a, steps[0].b) if steps else EVERYTHING
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -289,10 +244,10 @@ class _Run:
         self.empty = 0 in (*self.full, *sizes.values())
         self.queries, self.keys = sizes["T"], sizes["S"]
         self.operands = operands
-        band = _band(self.spec.mask, self.queries, self.keys)
+        band = _band(call, operands)
         assert band is not None  # `declines` has seen to it
         self.causal = band[1] == 0
-        self.window = None if band[0] == -math.inf else 1 - int(band[0])  # keys, the own one included
+        self.window = None if band[0] == -NO_BOUND else 1 - band[0]  # keys, the own one included
 
     def forward(self) -> Arrays:
         query, key, value = self.operands[:3]

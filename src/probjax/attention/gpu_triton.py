@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,7 +87,8 @@ def declines(call: Call, arrays: Sequence[Any]) -> str | None:
     if max(sizes["D"], sizes["V"]) > MOST_WIDTH:
         return f"heads of size {max(sizes['D'], sizes['V'])}, more than {MOST_WIDTH}"
     if _triton.products(spec.precision, dtype) is None:
-        return f"precision {spec.precision!r}, want None, 'default', 'high' or 'highest'"
+        given = spec.precision or f"None, with jax_default_matmul_precision {_triton.default_precision()!r}"
+        return f"precision: got {given}, want 'default', 'high' or 'highest'"
     if _empty(call, arrays):
         return None
     try:
@@ -103,33 +104,28 @@ def declines(call: Call, arrays: Sequence[Any]) -> str | None:
 
 
 def shape_of(call: Call, arrays: Sequence[Any]) -> gpu_blocks.Shape:
-    """What the cut of a call's kernels depends on."""
+    """What the cut of a call's kernels depends on; a mask that shows every pair counts as none."""
+    masked = call.spec.mask is not None
+    with contextlib.suppress(Unsupported):
+        masked = masked and bool(lower(call, arrays, functions=True).mask)
+    return _shape(call, arrays, masked)
+
+
+def _shape(call: Call, arrays: Sequence[Any], masked: bool) -> gpu_blocks.Shape:
     sizes = axis_sizes(call, arrays)
-    spec: AttentionSpec = call.spec
     dtype = jnp.dtype(arrays[QUERY].dtype)
     return gpu_blocks.Shape(
         dtype=dtype.name,
-        products=_triton.products(spec.precision, dtype) or _triton.HALF,
+        products=_triton.products(call.spec.precision, dtype) or _triton.HALF,
         T=sizes["T"],
         S=sizes["S"],
         N=sizes["N"],
-        K=sizes["K"],
         D=sizes["D"],
         V=sizes["V"],
         batch=math.prod(batch_shape(call, arrays)),
-        masked=_hides(call, arrays),
-        biased=spec.bias is not None,
+        masked=masked,
+        biased=call.spec.bias is not None,
     )
-
-
-def _hides(call: Call, arrays: Sequence[Any]) -> bool:
-    """Whether a mask of the call says anything: one that shows every pair costs what none does."""
-    if call.spec.mask is None:
-        return False
-    try:
-        return bool(lower(call, arrays, functions=True).mask)
-    except Unsupported:
-        return True
 
 
 def _structs(arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
@@ -264,7 +260,7 @@ class _Run:
 
     @functools.cached_property
     def shape(self) -> gpu_blocks.Shape:
-        return shape_of(self.call, [*self.operands])
+        return _shape(self.call, self.operands, bool(self.program.mask))
 
     def blocks(self, kind: str) -> Kernels:
         given = _forced.get()
@@ -314,9 +310,7 @@ class _Run:
             fixed.append(schedule)
         return self.plan(cut, (fixed[0], fixed[1])), arrays
 
-    def view(
-        self, name: str, shape: tuple[int, ...], dtype: Any, cut: Cut, axes: Sequence[str | None]
-    ) -> View:
+    def view(self, shape: tuple[int, ...], dtype: Any, cut: Cut, axes: Sequence[str | None]) -> View:
         """How a kernel sees an array: lengths in whole tiles, sizes as powers of two."""
         n = len(self.groups)
         tile = {"T": cut.rows, "S": cut.columns}
@@ -340,8 +334,8 @@ class _Run:
         aliases: dict[int, int] | None = None,
     ) -> dict[str, Array]:
         names = [*inputs, *outputs]
-        ins = [(x, self.view(k, x.shape, x.dtype, cut, _AXES.get(k, ()))) for k, x in inputs.items()]
-        outs = [self.view(k, shape, dtype, cut, axes) for k, (shape, dtype, axes) in outputs.items()]
+        ins = [(x, self.view(x.shape, x.dtype, cut, _AXES.get(k, ()))) for k, x in inputs.items()]
+        outs = [self.view(shape, dtype, cut, axes) for shape, dtype, axes in outputs.values()]
 
         def body(*refs: Any) -> None:
             kernel(dict(zip(names, refs, strict=True)))
@@ -371,9 +365,11 @@ class _Run:
         name: str,
         inputs: Sequence[str],
         outputs: dict[str, tuple[tuple[str, ...], Any]],
-        scalars: dict[str, int] | None = None,
+        partial: Sequence[str] = (),
     ) -> dict[str, Array]:
-        """Runs a kernel whose results have the axes of the call."""
+        """Runs a kernel of `_KERNELS`, whose results have the axes of the call; those in `partial` have a
+        number per head and tile of queries.
+        """
         block = self.blocks(kind)[name]
         plan, arrays = self.prepared(block)
         if name == "forward" and self.sizes["S"] <= ONE_LOOP:
@@ -383,24 +379,10 @@ class _Run:
             n: (self.groups + tuple(self.sizes[a] for a in axes), dtype, axes)
             for n, (axes, dtype) in outputs.items()
         }
-        for n in scalars or {}:
+        for n in partial:
             results[n] = ((*self.groups, self.sizes["N"], plan.cut.row_tiles), jnp.float32, ())
-        K, N = self.sizes["K"], self.sizes["N"]
-        count = {
-            "forward": N * plan.cut.row_tiles,
-            "tangent": N * plan.cut.row_tiles,
-            "query": N * plan.cut.row_tiles,
-            "key": K * plan.cut.column_tiles,
-            "one": K,
-        }[name]
-        function = {
-            "forward": _kernels.forward,
-            "tangent": _kernels.tangent,
-            "query": _backward.query_gradient,
-            "key": _backward.key_gradient,
-            "one": _backward.one,
-        }[name]
-        programs = count * plan.batch
+        function, heads, tiles = _KERNELS[name]
+        programs = plan.batch * self.sizes[heads] * tiles(plan.cut)
         return self.launch(name, functools.partial(function, plan), block, programs, plan.cut, given, results)
 
     def repaired(self, step: int) -> Arrays:
@@ -467,9 +449,9 @@ class _Run:
         if "one" in kernels and not (numbers or pairs):
             found = self.kernel("backward", "one", inputs, {name: result(name) for name in axes})
         else:
-            partial = {f"partial{n}": n for n in numbers}
+            partial = [f"partial{n}" for n in numbers]
             outs: dict[str, Any] = {"grad_q": result("grad_q"), "excess": (("T", "N"), jnp.float32)}
-            found = self.kernel("backward", "query", inputs, outs, scalars=partial)
+            found = self.kernel("backward", "query", inputs, outs, partial)
             arrays["excess"] = found["excess"]
             if wanted & {KEY, VALUE}:
                 names = [n for n in inputs if n not in ("out", "ct_lse")] + ["excess"]
@@ -500,7 +482,12 @@ class _Run:
             tiles = (row_tiles if shape[-2] > 1 else 1) * (plan.cut.column_tiles if shape[-1] > 1 else 1)
             programs = math.prod(shape[:-2]) * tiles
             body = functools.partial(
-                _bias_body, plan=plan, n=n, shape=shape, row_tiles=row_tiles, shifted=first is not None
+                _backward.bias_gradient,
+                plan,
+                n=n,
+                shape=shape,
+                row_tiles=row_tiles,
+                shifted=first is not None,
             )
             outs: dict[str, Any] = {
                 "grad": (shape, dtype, (None, "T" if shape[-2] > 1 else None, "S" if shape[-1] > 1 else None))
@@ -509,8 +496,7 @@ class _Run:
 
         if step.op == ScoreOp.ADD_DENSE:
             return run(operand.shape, operand.dtype, plan.cut.row_tiles, None)
-        # One number per distance: rows are done some at a time into a scratch array, and its diagonals
-        # summed.
+        # One number per distance: some rows at a time into a scratch array, whose diagonals are summed.
         T, S = self.sizes["T"], self.sizes["S"]
         lead = operand.shape[: batch + 1]
         row = math.prod(lead) * S * 4
@@ -536,11 +522,14 @@ class _Run:
         return strip[..., : T + S - 1]
 
 
-def _bias_body(
-    refs: Any, *, plan: Plan, n: int, shape: tuple[int, ...], row_tiles: int, shifted: bool
-) -> None:
-    _backward.bias_gradient(plan, refs, n, shape, row_tiles, shifted)
-
+# Kernels with one program per batch entry, head of a kind, and tile.
+_KERNELS: dict[str, tuple[Callable[[Plan, Any], None], str, Callable[[Cut], int]]] = {
+    "forward": (_kernels.forward, "N", lambda cut: cut.row_tiles),
+    "tangent": (_kernels.tangent, "N", lambda cut: cut.row_tiles),
+    "query": (_backward.query_gradient, "N", lambda cut: cut.row_tiles),
+    "key": (_backward.key_gradient, "K", lambda cut: cut.column_tiles),
+    "one": (_backward.one, "K", lambda cut: 1),
+}
 
 # Named axes of the arrays that kernels read in whole rows.
 _AXES: dict[str, tuple[str | None, ...]] = {

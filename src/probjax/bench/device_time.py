@@ -40,6 +40,17 @@ def columns(compiled: Callable[..., Any], arguments: Iterable[Any], *, calls: in
 
 
 def _cupti(compiled: Callable[..., Any], arguments: tuple[Any, ...], calls: int) -> tuple[float, int]:
+    return summary(kernels(compiled, arguments, calls))
+
+
+def kernels(
+    compiled: Callable[..., Any], arguments: Iterable[Any], calls: int
+) -> list[list[tuple[str, float]]]:
+    """Return for each of some calls the names and milliseconds of its kernels, by CUPTI.
+
+    Raises:
+      RuntimeError: there is no CUPTI here, or no kernel was seen.
+    """
     from jax.experimental.mosaic.gpu import profiler
 
     # By default it detaches CUPTI at the end, which would slow every later launch.
@@ -47,7 +58,7 @@ def _cupti(compiled: Callable[..., Any], arguments: tuple[Any, ...], calls: int)
     _, timings = measure(compiled, aggregate=False, iterations=calls)(*arguments)
     if not timings:
         raise RuntimeError("no kernel was seen")
-    return summary(timings if calls > 1 else [timings])
+    return timings if calls > 1 else [timings]
 
 
 def summary(timings: list[list[tuple[str, float]]]) -> tuple[float, int]:

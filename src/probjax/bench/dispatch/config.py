@@ -104,6 +104,14 @@ class DispatchConfig(Config):
         "an interpreter with torch and numpy (default: PROBJAX_TORCH_PYTHON, else this one if it has torch)",
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.find_max and self.max_seq < max(self.seq_lens):
+            raise ValueError(
+                f"max_seq: got {self.max_seq}, wanted {max(self.seq_lens)} or more, the longest of seq_lens, "
+                "where find_max begins"
+            )
+
     def header(self) -> dict[str, Any]:
         """Return the header: lists as lists, as in the reference file, and no path of this machine."""
         shown = {**super().header(), **{name: list(getattr(self, name)) for name in _LISTS}}
