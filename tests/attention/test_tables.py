@@ -4,9 +4,12 @@ import json
 import warnings
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from probjax.attention import _triton, gpu_blocks, tables
+import probjax
+from probjax.attention import _triton, gpu_blocks, gpu_cudnn, tables
 from probjax.attention.tables import Blocks, Entry, Key, Table
 
 NAMES = {"forward": ("forward",), "tangent": ("tangent",), "backward": ("one", "query", "key", "bias")}
@@ -273,6 +276,29 @@ def test_a_call_is_cut_as_the_table_says(cache, monkeypatch):
         assert min(block.queries, block.keys) >= 16
         if (block.queries, block.keys, block.stages) != (16, 16, 1):
             assert gpu_blocks.memory(name, block, wide) <= 99 * 1024, name
+
+
+def test_a_plan_tells_why(cache, monkeypatch):
+    monkeypatch.setattr(_triton, "device_kind", lambda: "NVIDIA Test 1")
+    monkeypatch.setattr(_triton, "capability", lambda: (9, 0))
+    monkeypatch.setattr(gpu_cudnn, "_version", lambda: 91900)
+    arrays = [jax.ShapeDtypeStruct((2, 128, 4, 64), "bfloat16")] * 3
+
+    def plan(**options):
+        return probjax.attention_plan(*arrays, platform="cuda", **options)
+
+    assert plan().implementation == "triton" and "nothing has been measured" in plan().reason
+    tables.save(table(entry("cudnn")), cache / tables.file_name("NVIDIA Test 1"))
+    forget()
+    assert plan().implementation == "cudnn"
+    assert "at 128 queries and 128 keys, the nearest measured on this GPU" in plan().reason
+    assert plan().reason.endswith("backward: triton")
+    capped = plan(logits_soft_cap=3.0)
+    assert capped.implementation == "triton" and "cudnn is faster" in capped.reason
+    assert capped.rejected["cudnn"] in capped.reason
+    slopes = probjax.biases.ScoreFunction(lambda s, b, h, q, kv, a: s + a[h] * (q - kv), jnp.ones(4))
+    assert "tiled" in plan(bias=slopes).reason
+    assert "tiled" not in plan(bias=probjax.biases.ScoreFunction(lambda s, b, h, q, kv: s + q - kv)).reason
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -171,12 +171,13 @@ def _choose_on_gpu(problem: Problem, platform: str, kind: str) -> tuple[str, str
             "triton",
             "the fused kernels for NVIDIA GPUs; for this GPU nothing has been measured (probjax tune)",
         )
-    if entry.implementation == "cudnn" and why_not("cudnn", problem, platform) is None:
-        return "cudnn", "measured faster than the Triton kernels at the nearest size"
-    return (
-        "triton",
-        "the fastest at the nearest size measured on this GPU, or the only fused one for this call",
-    )
+    nearest = f"at {entry.key.queries} queries and {entry.key.keys} keys, the nearest measured on this GPU"
+    if entry.implementation != "cudnn":
+        return "triton", f"the fastest {nearest}"
+    reason = why_not("cudnn", problem, platform)
+    if reason is None:
+        return "cudnn", f"faster than the Triton kernels {nearest}"
+    return "triton", f"cudnn is faster {nearest}, but cannot run this call: {reason}"
 
 
 def unavailable(name: str, platform: str | None) -> str | None:

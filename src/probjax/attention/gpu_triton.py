@@ -211,6 +211,14 @@ def _empty(call: Call, operands: Sequence[Any]) -> bool:
     return 0 in (*batch_shape(call, operands), *axis_sizes(call, operands).values())
 
 
+def left_to_tiled(call: Call, operands: Sequence[Any]) -> bool:
+    """Whether a call has operands whose gradients and tangents the kernels do not compute."""
+    if _empty(call, operands):
+        return False
+    floats = [i for i, operand in enumerate(call.operands) if operand.differentiable]
+    return bool(_through_functions(call, operands, floats))
+
+
 def _through_functions(call: Call, operands: Sequence[Any], positions: Any) -> list[int]:
     """Those operands among `positions` that are arrays of a score function."""
     program = lower(call, operands, functions=True)

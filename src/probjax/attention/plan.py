@@ -104,7 +104,11 @@ def _with_backward(problem: dispatch.Problem, platform: str, name: str, reason: 
     backward, _ = dispatch.choose(problem, platform, "backward")
     if name == "cudnn":
         backward = "triton"  # cuDNN's own adds in no fixed order
-    return reason if backward == name else f"{reason}; backward: {backward}"
+    if backward != name:
+        reason += f"; backward: {backward}"
+    if gpu_triton.left_to_tiled(problem.call, problem.arrays):
+        reason += "; gradients of a ScoreFunction's arrays, and every tangent along them: tiled"
+    return reason
 
 
 def _slower(name: str) -> str:
