@@ -4,6 +4,7 @@
 #include <string>
 
 #include "attention/kernels.h"
+#include "common/pool.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace probjax {
@@ -11,17 +12,6 @@ namespace {
 
 namespace ffi = xla::ffi;
 using Integers = ffi::Span<const int64_t>;
-
-class Pool : public Executor {
- public:
-  explicit Pool(ffi::ThreadPool& pool) : pool_(pool), threads_(pool.num_threads()) {}
-  int64_t threads() const override { return threads_; }
-  void schedule(std::function<void()> task) override { pool_.Schedule(std::move(task)); }
-
- private:
-  ffi::ThreadPool& pool_;
-  int64_t threads_;
-};
 
 // What an operand's axes after the batch axes are.
 enum class Axes { query, key, lse, per_batch, per_head, per_query, per_key, scores, distances, words, whole };
@@ -267,7 +257,7 @@ auto Common() {
 extern "C" {
 
 // The version of what Python and this library agree on.
-PROBJAX_EXPORT int probjax_abi() { return 1; }
+PROBJAX_EXPORT int probjax_abi() { return 2; }
 PROBJAX_EXPORT const char* probjax_isa() { return probjax::kernels().name; }
 }
 

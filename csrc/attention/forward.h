@@ -3,7 +3,7 @@
 // products read their operands in the order they lie in.
 #pragma once
 
-#include "attention/parallel.h"
+#include "common/parallel.h"
 #include "attention/product.h"
 #include "attention/score.h"
 

@@ -21,7 +21,8 @@ void run(const Problem& problem, Executor& executor) {
 
 }  // namespace
 
+extern const RecurrenceKernels recurrence_table;
 extern const Kernels table;
-const Kernels table = {PROBJAX_NAME(PROBJAX_ISA), run<Forward>, run<Tangent>, run<Backward>};
+const Kernels table = {PROBJAX_NAME(PROBJAX_ISA), run<Forward>, run<Tangent>, run<Backward>, &recurrence_table};
 
 }  // namespace probjax::PROBJAX_ISA

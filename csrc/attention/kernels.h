@@ -1,16 +1,19 @@
 // The kernels of one instruction set, and the choice among them.
 #pragma once
 
-#include "attention/parallel.h"
+#include "common/parallel.h"
 #include "attention/problem.h"
 
 namespace probjax {
+
+struct RecurrenceKernels;
 
 struct Kernels {
   const char* name;  // "baseline", "avx2", "avx512", "neon"
   void (*forward)(const Problem&, Executor&);
   void (*tangent)(const Problem&, Executor&);
   void (*backward)(const Problem&, Executor&);
+  const RecurrenceKernels* recurrence;  // of the same instruction set
 };
 
 // The best kernels this processor can run. The environment variable PROBJAX_ISA may name lesser ones; a

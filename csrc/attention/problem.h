@@ -9,11 +9,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/types.h"
+
 namespace probjax {
 
-enum class Type : uint8_t { f32, f64, bf16, f16, boolean, s32, s64 };
-
-constexpr int kMaxBatchRank = 8;
 constexpr int kMaskDepth = 16;  // most values on the stack of a mask program
 
 // An array with strides in elements. The meaning of `axis` depends on the operand; the last axis of query, key,

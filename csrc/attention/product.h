@@ -1,7 +1,7 @@
 // The one product that everything is made of.
 #pragma once
 
-#include "attention/vector.h"
+#include "common/vector.h"
 
 namespace probjax::PROBJAX_ISA {
 

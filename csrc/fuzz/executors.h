@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "attention/parallel.h"
+#include "common/parallel.h"
 
 namespace probjax::fuzz {
 

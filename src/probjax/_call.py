@@ -74,12 +74,16 @@ class Operation(Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operation, without its arrays: hashable, so that it keys compilation caches."""
+    """One call of an operation, without its arrays: hashable, so that it keys compilation caches.
+
+    `sizes` are those of axes that outputs have and no operand has.
+    """
 
     operation: Operation
     operands: tuple[Operand, ...]
     outputs: tuple[Output, ...]
     spec: Any
+    sizes: tuple[tuple[str, int], ...] = ()
 
     def batch_ndim(self, operands: Sequence[Any]) -> int:
         return operands[0].ndim - len(self.operands[0].axes)
@@ -94,7 +98,7 @@ def batch_shape(call: Call, operands: Sequence[Any]) -> tuple[int, ...]:
 def axis_sizes(call: Call, operands: Sequence[Any]) -> dict[str, int]:
     """Size of each named axis: the full one where an operand broadcasts it."""
     n = call.batch_ndim(operands)
-    sizes: dict[str, int] = {}
+    sizes = dict(call.sizes)
     for operand, x in zip(call.operands, operands, strict=True):
         for name, size in zip(operand.axes, x.shape[n:], strict=True):
             if name is not None and sizes.get(name, 1) == 1:

@@ -16,13 +16,18 @@ from pathlib import Path
 
 # Of all that this package and the library agree on: targets, attributes, order of operands and results. It
 # changes with probjax_abi() in csrc/attention/ffi.cc, so that a library of another version is refused.
-ABI = 1
+ABI = 2
 
 # XLA's names of the targets, and the symbols that handle them.
 TARGETS = {
     "probjax_attention_forward": "ProbjaxAttentionForward",
     "probjax_attention_tangent": "ProbjaxAttentionTangent",
     "probjax_attention_backward": "ProbjaxAttentionBackward",
+    "probjax_linear_scan_forward": "ProbjaxLinearScanForward",
+    "probjax_linear_scan_backward": "ProbjaxLinearScanBackward",
+    "probjax_selective_scan_forward": "ProbjaxSelectiveScanForward",
+    "probjax_selective_scan_tangent": "ProbjaxSelectiveScanTangent",
+    "probjax_selective_scan_backward": "ProbjaxSelectiveScanBackward",
 }
 
 _FILE = "libprobjax_cpu" + (".dylib" if sys.platform == "darwin" else ".so")

@@ -182,7 +182,7 @@ def info_lines(torch_python: str | None = None) -> list[tuple[str, str]]:
     """
     import jax
 
-    from probjax.attention import implementations
+    from probjax import attention, recurrence
     from probjax.bench.attention.torch_row import find_torch
 
     torch, reason = find_torch(torch_python)
@@ -206,5 +206,8 @@ def info_lines(torch_python: str | None = None) -> list[tuple[str, str]]:
     for name, value in {**allocator(), **_environment(_THREAD_NAMES)}.items():
         if name != "library":
             lines.append((name, value))
-    found = implementations()
-    return lines + [(f"attention {name}", reason or "available") for name, reason in found.items()]
+    for operation in (attention, recurrence):
+        name = operation.__name__.rpartition(".")[2]
+        found = operation.implementations().items()
+        lines += [(f"{name} {implementation}", reason or "available") for implementation, reason in found]
+    return lines

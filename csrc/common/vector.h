@@ -13,7 +13,7 @@
 #include <immintrin.h>
 #endif
 
-#include "attention/problem.h"
+#include "common/types.h"
 
 namespace probjax::PROBJAX_ISA {
 
@@ -56,6 +56,7 @@ using IntVector = typename VectorTypes<T>::IntVector;
 typedef uint32_t UintVector __attribute__((vector_size(kVectorBytes)));
 
 #define PROBJAX_INLINE inline __attribute__((always_inline))
+#define PROBJAX_NOINLINE __attribute__((noinline))
 
 template <class T>
 PROBJAX_INLINE Vector<T> load(const T* p) {

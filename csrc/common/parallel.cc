@@ -1,31 +1,20 @@
-// Work sharing: a loop over independent items whose result does not depend on who runs which.
-#pragma once
+#include "common/parallel.h"
 
 #include <algorithm>
 #include <atomic>
-#include <cstdint>
-#include <functional>
 #include <memory>
 #include <thread>
 
 namespace probjax {
+namespace {
 
-// Where helpers come from. `schedule` may run a task at any later time, or at once in the caller.
-class Executor {
- public:
-  virtual ~Executor() = default;
-  virtual int64_t threads() const = 0;
-  virtual void schedule(std::function<void()> task) = 0;
-};
-
-// Runs body(0) ... body(count - 1), the caller taking part, and returns when all are done.
-//
 // Items are claimed from a shared counter. The caller waits only for items that somebody has claimed and is
 // therefore running, so it cannot be blocked by a pool that is busy, or that it is itself a thread of. A helper
 // that comes late finds nothing left; it keeps the counters alive, but touches neither `body` nor `executor`.
-template <class Body>
 class ParallelFor {
  public:
+  using Body = std::function<void(int64_t)>;
+
   static void run(Executor& executor, int64_t count, int64_t threads, const Body& body) {
     auto loop = std::make_shared<ParallelFor>(executor, count, threads, body);
     work(loop, 0);
@@ -65,11 +54,12 @@ class ParallelFor {
   std::atomic<int64_t> done_{0};
 };
 
-template <class Body>
-void parallel_for(Executor& executor, int64_t count, int64_t most_threads, const Body& body) {
+}  // namespace
+
+void parallel_for(Executor& executor, int64_t count, int64_t most_threads, const std::function<void(int64_t)>& body) {
   int64_t threads = std::min({executor.threads(), count, most_threads});
   if (threads > 1) {
-    ParallelFor<Body>::run(executor, count, threads, body);
+    ParallelFor::run(executor, count, threads, body);
   } else {
     for (int64_t i = 0; i < count; ++i) body(i);
   }
