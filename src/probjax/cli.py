@@ -34,6 +34,22 @@ examples:
 """
 
 
+_SSM_EXAMPLES = """\
+examples:
+  probjax bench ssm --preset quick
+  probjax bench ssm --cells mamba --tokens 1024 --variants none,remat
+  probjax bench ssm --preset reference --output ssm_cpu.json
+"""
+
+
+_RECURRENCE_EXAMPLES = """\
+examples:
+  probjax bench recurrence --preset quick
+  probjax bench recurrence --operations ssd --seqs 1024,4096 --impls probjax_default,xla_associative
+  probjax bench recurrence --preset gpu --output recurrence_gpu.json
+"""
+
+
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32)
@@ -43,9 +59,12 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
     from probjax.bench.attention.config import AttentionConfig
     from probjax.bench.dispatch.config import DispatchConfig
+    from probjax.bench.recurrence.config import RecurrenceConfig
+    from probjax.bench.ssm.config import SsmConfig
 
     parser = argparse.ArgumentParser(
-        prog="probjax", description="Fast exact attention for JAX: benchmarks, reports, machine information."
+        prog="probjax",
+        description="Fast exact attention and recurrences for JAX: benchmarks, reports, machine information.",
     )
     parser.add_argument("--version", action="version", version=f"probjax {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -72,6 +91,29 @@ def build_parser() -> argparse.ArgumentParser:
     )
     DispatchConfig.add_arguments(dispatch)
     dispatch.set_defaults(action=_bench_dispatch, parser=dispatch)
+
+    ssm = suites.add_parser(
+        "ssm",
+        help="stacks of recurrent cells: forward and train step",
+        description="Measure stacks of Mamba, SSD and LRU cells, forward and one train step, against the "
+        "same model with the associative scan over whole arrays of states.",
+        epilog=_SSM_EXAMPLES,
+        formatter_class=_Formatter,
+    )
+    SsmConfig.add_arguments(ssm)
+    ssm.set_defaults(action=_bench_ssm, parser=ssm)
+
+    recurrence = suites.add_parser(
+        "recurrence",
+        help="the bare recurrences against their peers",
+        description="Measure linear_scan, selective_scan and ssd, forward and backward, against the usual "
+        "forms in plain JAX, mamba_ssm's loop in PyTorch and jax-linear-attention: time, memory, and error "
+        "against float64.",
+        epilog=_RECURRENCE_EXAMPLES,
+        formatter_class=_Formatter,
+    )
+    RecurrenceConfig.add_arguments(recurrence)
+    recurrence.set_defaults(action=_bench_recurrence, parser=recurrence)
 
     report = commands.add_parser(
         "report",
@@ -167,6 +209,28 @@ def _bench_dispatch(arguments: argparse.Namespace) -> int:
     from probjax.bench.dispatch.run import run_dispatch
 
     run_dispatch(config, started=_STARTED)
+    return 0
+
+
+def _bench_ssm(arguments: argparse.Namespace) -> int:
+    from probjax.bench.ssm.config import SsmConfig, configs
+
+    wanted = configs(SsmConfig.given(arguments))
+    _choose_platform(wanted[0].device)
+    from probjax.bench.ssm.run import run_ssm
+
+    run_ssm(wanted, started=_STARTED)
+    return 0
+
+
+def _bench_recurrence(arguments: argparse.Namespace) -> int:
+    from probjax.bench.recurrence.config import RecurrenceConfig, configs
+
+    wanted = configs(RecurrenceConfig.given(arguments))
+    _choose_platform(wanted[0].device)
+    from probjax.bench.recurrence.run import run_recurrence
+
+    run_recurrence(wanted, started=_STARTED)
     return 0
 
 

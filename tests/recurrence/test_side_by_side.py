@@ -25,6 +25,15 @@ def selective(length, reverse):
     return call, scan.SELECTIVE_SCAN, (normal(0, 2, length, 6), dt, A, B, C, normal(5, 2, 6, 5), reset)
 
 
+def empty(length, reverse):
+    call, operation, operands = selective(length, reverse)
+    return (
+        call,
+        operation,
+        tuple(x if i == 2 else x[:0] if x.shape[0] == 2 else x for i, x in enumerate(operands)),
+    )
+
+
 def ssd(length, reverse):
     call = primitive.ssd_call(jnp.float32, length, RecurrenceSpec(reverse=reverse, chunk=16))
     log_decay = jnp.where(normal(5, 2, length, 4) > 1.5, -jnp.inf, -jnp.abs(normal(3, 2, length, 4)))
@@ -41,6 +50,7 @@ def linear(length, reverse, constant):
 
 CASES = {
     "selective": selective,
+    "empty batch": empty,
     "ssd": ssd,
     "linear": lambda length, reverse: linear(length, reverse, False),
     "constant": lambda length, reverse: linear(length, reverse, True),
@@ -69,4 +79,5 @@ def test_equal(case, length, reverse, monkeypatch):
     for got, want in zip(jax.tree.leaves(wide), jax.tree.leaves(narrow), strict=True):
         assert got.shape == want.shape and got.dtype == want.dtype
         assert np.all(np.isfinite(got))
-        assert np.max(np.abs(got - want)) <= 2e-5 * max(np.max(np.abs(want)), 1e-3)
+        largest = np.max(np.abs(want), initial=1e-3)
+        assert np.max(np.abs(got - want), initial=0.0) <= 2e-5 * largest

@@ -2,12 +2,24 @@
 
 from typing import Any
 
-__all__ = ["AttentionConfig", "read_results", "run_attention"]
+__all__ = [
+    "AttentionConfig",
+    "RecurrenceConfig",
+    "SsmConfig",
+    "read_results",
+    "run_attention",
+    "run_recurrence",
+    "run_ssm",
+]
 
 _HOMES = {
     "AttentionConfig": "probjax.bench.attention.config",
+    "RecurrenceConfig": "probjax.bench.recurrence.config",
+    "SsmConfig": "probjax.bench.ssm.config",
     "read_results": "probjax.bench.results",
     "run_attention": "probjax.bench.attention.run",
+    "run_recurrence": "probjax.bench.recurrence.run",
+    "run_ssm": "probjax.bench.ssm.run",
 }
 
 

@@ -23,7 +23,7 @@ _VALUE_ALIASES = {"fwd_bwd": "fwdbwd"}
 
 _X_COLUMNS = ("seq", "tokens", "resolution", "width", "layers")
 _SERIES_COLUMNS = ("impl", "attention", "cell", "op", "remat", "variant", "model")
-_COLUMN_FACETS = ("variant", "scan", "model")
+_COLUMN_FACETS = ("variant", "scan", "model", "cell")
 _ROW_FACETS = ("mode", "op")
 # Operations that are stages of one workload, not alternatives to compare with each other.
 _STAGES = {"fwd", "fwdbwd", "forward", "backward", "train_step"}
@@ -46,7 +46,17 @@ _BOOKKEEPING |= {"kernels", "device_source", "device_reason", "program_reason"}
 _GOOD_STATUS = {"ok", "measured", "done"}
 _PEERS = ("jax_xla", "torch_sdpa", "bare_jit", "none", "plain")
 # On a GPU the dense form is no peer to speak of.
-_PEERS_OF = {"dispatch": ("jax_cudnn", *_PEERS)}
+_PEERS_OF = {
+    "dispatch": ("jax_cudnn", *_PEERS),
+    "recurrence": ("xla_associative", *_PEERS),
+    "remat": ("xla_associative", *_PEERS),
+    "ssm": ("xla_associative", *_PEERS),
+}
+# Suites that had one row per cell before they had peers: that row is what this label is now.
+_ONE_ROW = ("ssm",)
+_OURS = "probjax_default"
+# Suites of several models, whose lengths are not points of one line.
+_NO_AXIS = ("remat",)
 # Columns that say nothing about why a cell was not measured, and how many cells are few enough to be listed.
 _NOT_IN_PROBLEMS = {"impl", "section", "batch", "heads", "model_dim"}
 _FEW_CELLS = 16
@@ -129,6 +139,9 @@ def cell_of(row: Row) -> dict[str, Any]:
         cell["variant"] = "causal" if cell.pop("causal") else "plain"
     if suite_name(row) == "remat" and row.get("suite") not in (None, "remat"):
         cell["model"] = row["suite"]
+        cell.setdefault("impl", row.get("attention") or _OURS)
+    if row.get("suite") in _ONE_ROW:
+        cell.setdefault("impl", _OURS)
     return cell
 
 
@@ -180,7 +193,7 @@ def problems(files: Sequence[ReportFile]) -> list[dict[str, Any]]:
         for row in file.rows:
             if reason := problem_reason(row):
                 cell = cell_of(row)
-                label = next((str(cell[c]) for c in _SERIES_COLUMNS if cell.get(c) is not None), "")
+                label = next((str(row[c]) for c in _SERIES_COLUMNS if row.get(c) is not None), "")
                 add(number, suite_name(row), label, reason, cell)
     return [
         {
@@ -232,7 +245,7 @@ def _suite(name: str, files: Sequence[ReportFile]) -> dict[str, Any]:
     points = _points(name, files)
     rows = [files[point.file].rows[point.row] for point in points]
     varying, constants = _split_columns(points)
-    x = _choose_x(points, varying)
+    x = None if name in _NO_AXIS else _choose_x(points, varying)
     placed = [x] if x else []
     series = _choose_series(points, varying, placed)
     placed += [series] if series else []
@@ -243,8 +256,10 @@ def _suite(name: str, files: Sequence[ReportFile]) -> dict[str, Any]:
             free.append(column)
     if x and not _is_line(x, [*free, *([series] if series else [])], points):
         free, x = [x, *free], None
-    over = next((c for c in _COLUMN_FACETS if c in free), None) if x else None
     down = next((c for c in _ROW_FACETS if c in free), None) if x else None
+    # What is no row of panels may be a column of them.
+    across = (*_COLUMN_FACETS, *(c for c in _ROW_FACETS if c != down))
+    over = next((c for c in across if c in free), None) if x else None
     selected = [c for c in free if c not in (over, down)] if x else []
     shown = [c for c in free if c not in (over, down, *selected)]
     measures = _measures(rows)

@@ -1,44 +1,75 @@
 """The suites by name, made from their configurations."""
 
 import contextlib
+import importlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from probjax.bench.attention.config import TORCH_IMPLS, AttentionConfig
-from probjax.bench.attention.suite import AttentionSuite
-from probjax.bench.attention.torch_row import TorchPeer
-from probjax.bench.dispatch.config import DispatchConfig
-from probjax.bench.dispatch.suite import DispatchSuite
 from probjax.bench.parallel import Workers
 
-_SUITES: dict[str, tuple[Any, Any]] = {
-    "attention": (AttentionConfig, AttentionSuite),
-    "dispatch": (DispatchConfig, DispatchSuite),
+
+class _Home(NamedTuple):
+    """Where a suite's classes are; loaded when the suite is wanted."""
+
+    config: str
+    suite: str
+    peer: str | None = None
+    """What starts PyTorch's process for the suite's rows of it."""
+
+
+_ATTENTION_PEER = "probjax.bench.attention.torch_row:TorchPeer"
+_SUITES = {
+    "attention": _Home(
+        "probjax.bench.attention.config:AttentionConfig",
+        "probjax.bench.attention.suite:AttentionSuite",
+        _ATTENTION_PEER,
+    ),
+    "dispatch": _Home(
+        "probjax.bench.dispatch.config:DispatchConfig",
+        "probjax.bench.dispatch.suite:DispatchSuite",
+        _ATTENTION_PEER,
+    ),
+    "recurrence": _Home(
+        "probjax.bench.recurrence.config:RecurrenceConfig",
+        "probjax.bench.recurrence.suite:RecurrenceSuite",
+        "probjax.bench.recurrence.torch_row:ReferencePeer",
+    ),
+    "ssm": _Home("probjax.bench.ssm.config:SsmConfig", "probjax.bench.ssm.suite:SsmSuite"),
 }
 
 
-def open_suite(
-    name: str, fields: dict[str, Any], torch: TorchPeer | None = None
-) -> tuple[Any, Any, TorchPeer | None]:
+def _load(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def suite_class(name: str) -> Any:
+    """Return the class of a suite; it is made from a configuration and PyTorch's process or None."""
+    return _load(_SUITES[name].suite)
+
+
+def _open_torch(name: str, configs: Sequence[Any]) -> Any:
+    """Start PyTorch's process where a row of it is wanted; its labels begin with ``torch_``."""
+    peer, first = _SUITES[name].peer, configs[0]
+    wanted = any(impl.startswith("torch_") for config in configs for impl in config.impls)
+    return _load(peer)(first.torch_python, first.device) if peer and wanted else None
+
+
+def open_suite(name: str, fields: dict[str, Any], torch: Any = None) -> tuple[Any, Any, Any]:
     """Return a suite, its configuration, and torch's process where a row needs one.
 
     Args:
-      name: ``attention`` or ``dispatch``.
+      name: ``attention``, ``dispatch``, ``recurrence`` or ``ssm``.
       fields: the configuration's fields.
       torch: torch's process where it runs already.
     """
-    config_class, suite_class = _SUITES[name]
-    config = config_class(**fields)
-    needed = any(impl in TORCH_IMPLS for impl in config.impls)
-    if needed and torch is None:
-        torch = TorchPeer(config.torch_python, config.device)
-    return suite_class(config, torch), config, torch
+    config = _load(_SUITES[name].config)(**fields)
+    torch = torch or _open_torch(name, [config])
+    return suite_class(name)(config, torch), config, torch
 
 
 @contextlib.contextmanager
-def open_peers(
-    suite: str, configs: Sequence[Any]
-) -> Iterator[tuple[TorchPeer | None, Workers | None, dict[str, Any] | None]]:
+def open_peers(suite: str, configs: Sequence[Any]) -> Iterator[tuple[Any, Workers | None, Any]]:
     """Start the processes that a run needs: torch's where a row is torch's, or those that measure.
 
     Args:
@@ -52,8 +83,8 @@ def open_peers(
     if first.workers > 1:
         with Workers(first.workers, suite, first) as workers:
             yield None, workers, workers.start()
-    elif any(impl in TORCH_IMPLS for config in configs for impl in config.impls):
-        with contextlib.closing(TorchPeer(first.torch_python, first.device)) as torch:
+    elif (torch := _open_torch(suite, configs)) is not None:
+        with contextlib.closing(torch):
             yield torch, None, torch.hello
     else:
         yield None, None, None

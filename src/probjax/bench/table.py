@@ -56,6 +56,7 @@ def _temporary(row: Row) -> str:
 # Columns that a narrow terminal leaves out; they are in the file.
 _DETAILS: dict[str, Callable[[Row], str]] = {"error": _error, "temp MB": _temporary}
 _WIDE = 90
+_SHORT = 11
 
 
 def _table(title: str) -> Table:
@@ -88,11 +89,19 @@ def print_rows(
         for name in line:
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("implementation", no_wrap=True)
-        for name in ("median ms", "q1-q3 ms", *(f"vs\n{peer}" for peer in peers), *details):
-            table.add_column(name, justify="right", no_wrap=True)
         members = [row for row in rows if tuple(row.get(name) for name in group) == key]
-        _fill(table, members, cell, line, times, details)
+        labels = {row["impl"] for row in members}
+        # A peer that this table has no row of has no ratio here.
+        here = {peer: found for peer, found in times.items() if peer in labels}
+        for name in ("median ms", "q1-q3 ms", *map(_heading, here), *details):
+            table.add_column(name, justify="right", no_wrap=True)
+        _fill(table, members, cell, line, here, details)
         console.print(table)
+
+
+def _heading(peer: str) -> str:
+    """Return a column's heading in two lines of about the same length."""
+    return f"vs\n{peer}" if len(peer) <= _SHORT else "vs " + peer.replace("_", "\n", 1)
 
 
 def _fill(
@@ -108,7 +117,7 @@ def _fill(
         here = tuple(row.get(name) for name in line)
         if previous is not None and here != previous:
             table.add_section()
-        shown = ["" if here == previous else str(value) for value in here]
+        shown = ["" if here == previous or value is None else str(value) for value in here]
         previous = here
         name = _label(row)
         if row.get("status", "ok") != "ok":

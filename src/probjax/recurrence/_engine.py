@@ -204,7 +204,9 @@ def pull_back_at_once(
         state, moving, ct_end, ct_out = inputs
         return pull(state, moving, fixed, ct_end, ct_out)[1]
 
-    found = jax.lax.map(gradients, (states, moving, ct_ends, ct_outs), batch_size=batch)
+    inputs = (states, moving, ct_ends, ct_outs)
+    every = batch >= states.shape[0]
+    found = jax.vmap(gradients)(inputs) if every else jax.lax.map(gradients, inputs, batch_size=batch)
     return ct_states[0], {i: jnp.sum(x, 0) if i in fixed else x for i, x in found.items()}
 
 
@@ -215,8 +217,8 @@ def join(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array
 
 def carried(a: Array, b: Array, state: Array) -> Array:
     """All states of `h_t = a_t h_{t-1} + b_t` along the first axis, in a logarithmic number of rounds."""
-    factor, total = jax.lax.associative_scan(join, (a, b))
-    return total + factor * state
+    b = jnp.concatenate([b[:1] + a[:1] * state, b[1:]])
+    return jax.lax.associative_scan(join, (a, b))[1]
 
 
 def state_shape(call: Call, operands: Sequence[Array], axes: Sequence[str]) -> tuple[int, ...]:

@@ -1,0 +1,1 @@
+"""The suite `recurrence`: the bare recurrences against their peers."""

@@ -1,0 +1,1 @@
+"""The suite `ssm`: stacks of recurrent cells, forward and train step."""
