@@ -156,16 +156,20 @@ ffi::Error selective(const Buffers& buffers, const Buffers::Sizes& states, size_
   return ffi::Error::Success();
 }
 
-// Results: y, last, starts.
+// Results: y, last, and starts where backward is to follow.
 ffi::Error SelectiveForward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t batch_rank,
                             bool reverse, Integers sizes, Integers) {
   Buffers buffers(args, rets, batch_rank);
   bool reset = buffers.args() == 7;
-  if (!rank_fits(batch_rank) || !buffers.are(reset ? 7 : 6, 3)) return bad("arguments of selective_scan are missing");
+  const bool keep = rets.size() == 3;
+  if (!rank_fits(batch_rank) || !buffers.are(reset ? 7 : 6, keep ? 3 : 2)) {
+    return bad("arguments of selective_scan are missing");
+  }
   SelectiveScan p;
   auto error = selective(buffers, buffers.ret_sizes(1), 0, reverse, sizes, reset, &p);
   if (error.failure()) return error;
-  p.y = buffers.ret(0), p.last = buffers.ret(1), p.starts = buffers.ret(2);
+  p.y = buffers.ret(0), p.last = buffers.ret(1);
+  if (keep) p.starts = buffers.ret(2);
   Pool executor(pool);
   kernels().recurrence->selective_scan_forward(p, executor);
   return ffi::Error::Success();

@@ -274,7 +274,7 @@ class SelectiveForward : public SelectivePass<T> {
     T *starts = this->result(p_.starts, item), *out = this->result(p_.y, item);
     for (int64_t m = 0; m < this->chunks(); ++m) {
       const Chunk c = this->chunk(m);
-      this->write_states(h, item, starts + m * p_.D * p_.N);
+      if (starts) this->write_states(h, item, starts + m * p_.D * p_.N);
       this->read_resets(item, c, cut);
       if (!mixed) {
         this->read_shared(p_.x.B, p_.B_groups, item, c, B);

@@ -41,6 +41,9 @@ class Operation(Protocol):
     `shardable` are the axis names that may be split over devices without communication. All of them belong
     to one family: an axis of it may have the full size, a divisor of that (key/value heads) or 1.
     `linear` are the operands in which the outputs are linear together, whatever the others are.
+
+    Outputs that only backward needs are those that `recording` adds: they are computed where a call is
+    differentiated, and are never differentiated themselves.
     """
 
     name: str
@@ -62,6 +65,10 @@ class Operation(Protocol):
         cotangents: tuple[Array | None, ...],
         wanted: tuple[int, ...],
     ) -> Arrays: ...
+
+    def recording(self, call: Call) -> Call:
+        """The same call with, after its own outputs, those that backward needs besides."""
+        ...
 
     def differentiable(self, call: Call) -> Call:
         """The same call on an implementation in plain JAX, whose three functions JAX can differentiate."""

@@ -138,18 +138,19 @@ def _output_avals(call: Call, operands, everything):
 
 
 def _forward_jvp(primals, tangents, *, call):
-    operands = list(primals)
+    operands, active, n = list(primals), _active(call, tangents), len(call.outputs)
+    if active:
+        call = call.operation.recording(call)
     # The names let a rematerialisation policy keep what backward needs, so that the forward kernel does not
     # run again.
     outputs = [
         checkpoint_name(x, residual_name(call.operation, output))
         for x, output in zip(forward_p.bind(*operands, call=call), call.outputs, strict=True)
     ]
-    active = _active(call, tangents)
     if not active:
         return outputs, [_zero_tangent(x) for x in outputs]
     moved = tangent_p.bind(*operands, *outputs, *(tangents[i] for i in active), call=call, active=active)
-    return outputs, moved
+    return outputs[:n], moved[:n]
 
 
 def _zero_tangent(x: Array):
@@ -271,6 +272,7 @@ def _forward_transpose(cotangents, *args, call):
     if not present:
         return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in args]
     operands = [jnp.zeros(x.aval.shape, x.aval.dtype) if i in unknown else x for i, x in enumerate(args)]
+    call = call.operation.recording(call)
     outputs = forward_p.bind(*_same_varying(operands), call=call)
     found = backward_p.bind(
         *_same_varying([*operands, *outputs, *(cotangents[i] for i in present)]),

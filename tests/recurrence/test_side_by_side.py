@@ -63,6 +63,7 @@ def test_equal(case, length, reverse, monkeypatch):
     monkeypatch.setattr(scan, "BLOCK", 32)
     monkeypatch.setattr(scan, "STORED", 64 * 2 * 30 * 2)  # two chunks at a time
     call, operation, operands = CASES[case](length, reverse)
+    call = call.operation.recording(call)
     differentiable = tuple(i for i, operand in enumerate(call.operands) if operand.differentiable)
 
     def everything(platform, operands):

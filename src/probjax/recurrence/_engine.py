@@ -221,6 +221,11 @@ def carried(a: Array, b: Array, state: Array) -> Array:
     return jax.lax.associative_scan(join, (a, b))[1]
 
 
+def records(call: Call) -> bool:
+    """Whether the states that enter chunks are an output."""
+    return call.outputs[-1].name == "states"
+
+
 def state_shape(call: Call, operands: Sequence[Array], axes: Sequence[str]) -> tuple[int, ...]:
     """Full batch shape, then the sizes of the named axes."""
     sizes = axis_sizes(call, operands)

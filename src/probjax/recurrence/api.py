@@ -265,7 +265,7 @@ def selective_scan(
     if prepared.reset is not None:
         operands.append(prepared.reset)
     call = primitive.selective_scan_call(prepared.dtype, length, prepared.reset is not None, spec)
-    y, last, _ = apply(call, operands)
+    y, last = apply(call, operands)
     y = y if skip is None else y + skip
     return check.select(prepared.mask, y, 0, 1).astype(x.dtype), last
 
@@ -502,7 +502,7 @@ def ssd(
         return jnp.zeros(value.shape, value.dtype), jnp.broadcast_to(
             prepared.operands[4], prepared.state_shape
         )
-    y, last, _ = apply(primitive.ssd_call(prepared.dtype, length, spec), prepared.operands)
+    y, last = apply(primitive.ssd_call(prepared.dtype, length, spec), prepared.operands)
     return check.select(prepared.mask, y, 0, 2).astype(value.dtype), last
 
 

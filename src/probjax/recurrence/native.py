@@ -18,7 +18,7 @@ from probjax import _native
 from probjax._call import full_size
 from probjax._op import Array, Arrays, Call, axis_sizes, batch_shape
 from probjax.attention.tiles import Batching
-from probjax.recurrence._engine import summed_to
+from probjax.recurrence._engine import records, summed_to
 from probjax.recurrence.scan import previous
 from probjax.recurrence.spec import CHUNK
 
@@ -179,7 +179,9 @@ class SelectiveScan:
     def forward(self, call: Call, platform: str | None, operands: Arrays) -> Arrays:
         run = _Run(call, operands)
         L, D, N = (run.sizes[name] for name in "LDN")
-        shapes = [(*run.batch, L, D), (*run.batch, D, N), (*run.batch, -(-L // CHUNK), D, N)]
+        shapes = [(*run.batch, L, D), (*run.batch, D, N)]
+        if records(call):
+            shapes.append((*run.batch, -(-L // CHUNK), D, N))
         blocks = _Blocks(run, FORWARD_ITEMS)
         found = run.library("selective_scan_forward", shapes, *run.operands, sizes=blocks.sizes)
         return tuple(run.unmerge(x) for x in found)
@@ -199,7 +201,7 @@ class SelectiveScan:
             sizes=_Blocks(run, FORWARD_ITEMS).sizes,
         )
         # The states entering chunks are there for backward only: they have no tangents.
-        return run.unmerge(out), run.unmerge(last), jnp.zeros_like(outputs[2])
+        return run.unmerge(out), run.unmerge(last), *(jnp.zeros_like(x) for x in outputs[2:])
 
     def backward(
         self,

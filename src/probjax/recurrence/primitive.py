@@ -8,6 +8,7 @@ from typing import Any
 
 from probjax._op import Array, Arrays, Call, Operand, Output
 from probjax.recurrence import dispatch
+from probjax.recurrence._engine import records
 from probjax.recurrence.spec import RecurrenceSpec
 
 
@@ -39,6 +40,13 @@ class Recurrence:
     ) -> Arrays:
         chosen = dispatch.implementation(call, platform, operands)
         return chosen.backward(call, platform, operands, outputs, cotangents, wanted)
+
+    def recording(self, call: Call) -> Call:
+        """With the states that enter chunks of time, in an operation that has matrices as states."""
+        if call.operation is LINEAR_SCAN or records(call):
+            return call
+        kept = Output("states", ("M", *call.outputs[1].axes), call.outputs[1].dtype)
+        return dataclasses.replace(call, outputs=(*call.outputs, kept))
 
     def differentiable(self, call: Call) -> Call:
         return dataclasses.replace(call, spec=call.spec.differentiable())
@@ -73,7 +81,6 @@ def selective_scan_call(dtype: Any, length: int, reset: bool, spec: RecurrenceSp
     outputs = (
         Output("out", ("L", "D"), dtype),
         Output("last", ("D", "N"), dtype),
-        Output("states", ("M", "D", "N"), dtype),
     )
     return Call(SELECTIVE_SCAN, tuple(operands), outputs, spec, (("M", spec.chunks(length)),))
 
@@ -90,7 +97,6 @@ def ssd_call(dtype: Any, length: int, spec: RecurrenceSpec) -> Call:
     outputs = (
         Output("out", ("L", "H", "P"), dtype),
         Output("last", ("H", "N", "P"), dtype),
-        Output("states", ("M", "H", "N", "P"), dtype),
     )
     return Call(SSD, operands, outputs, spec, (("M", spec.chunks(length)),))
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from probjax._op import Array, Arrays, Call, batch_shape
 from probjax.recurrence import _steps
-from probjax.recurrence._engine import Step, Timeline, Tree, by_jvp, run, run_chunk, state_shape
+from probjax.recurrence._engine import Step, Timeline, Tree, by_jvp, records, run, run_chunk, state_shape
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class Reference:
         out = jnp.broadcast_to(out, batch_shape(call, operands) + out.shape[time.axis :])
         if self.only_out:
             return (out,)
-        return out, self._turned(end), jnp.moveaxis(self._turned(states), 0, time.axis)
+        results = out, self._turned(end)
+        return (*results, jnp.moveaxis(self._turned(states), 0, time.axis)) if records(call) else results
 
     def tangent(
         self, call: Call, platform: str | None, operands: Arrays, outputs: Arrays, tangents: dict[int, Array]

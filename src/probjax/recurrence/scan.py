@@ -25,6 +25,7 @@ from probjax.recurrence._engine import (
     pull_back,
     pull_back_at_once,
     pull_chunk,
+    records,
     run,
     run_at_once,
     run_chunk,
@@ -208,7 +209,8 @@ class _Chunked:
         prepared = self._prepare(call, operands)
         time = prepared[0]
         end, outs, states = self._run(call, platform, prepared)
-        return time.join(outs), self.turned(end), jnp.moveaxis(self.turned(states), 0, time.axis)
+        results = time.join(outs), self.turned(end)
+        return (*results, jnp.moveaxis(self.turned(states), 0, time.axis)) if records(call) else results
 
     def tangent(
         self, call: Call, platform: str | None, operands: Arrays, outputs: Arrays, tangents: dict[int, Array]
@@ -216,7 +218,7 @@ class _Chunked:
         def results(operands: Arrays) -> Arrays:
             return self.forward(call, platform, operands)[:2]
 
-        return (*by_jvp(results, operands, tangents), jnp.zeros_like(outputs[2]))
+        return (*by_jvp(results, operands, tangents), *(jnp.zeros_like(x) for x in outputs[2:]))
 
     def backward(
         self,
@@ -232,7 +234,7 @@ class _Chunked:
             _, _, states = self._run(call, platform, prepared)
         else:
             states = self.turned(jnp.moveaxis(outputs[2], time.axis, 0))
-        ct_out, ct_last, _ = cotangents
+        ct_out, ct_last = cotangents[:2]
         ct_outs = time.cut(jnp.zeros_like(outputs[0]) if ct_out is None else ct_out)
         ct_end = jnp.zeros_like(initial) if ct_last is None else self.turned(ct_last)
 
