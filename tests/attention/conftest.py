@@ -1,8 +1,8 @@
 """Every attention test that takes `implementation` runs once for each of them.
 
 Compiling dominates the time of these tests. So of the cases on `reference` and `dense`, which share masks or
-tile mathematics with the others, the quick suite runs every eighth of each test function, and of functions
-with one case every other; of the GPU kernels in Pallas's interpreter, every third. The rest are marked slow;
+tile mathematics with the others, the quick suite runs every sixteenth of each test function, and of functions
+with one case every other; of the GPU kernels in Pallas's interpreter, every fourth. The rest are marked slow;
 `make test-all` runs them all.
 """
 
@@ -14,8 +14,8 @@ import pytest
 from oracle import PARAMETERS
 
 THINNED = {"reference": 0, "dense": 1}
-EVERY = 8
-EVERY_KERNEL = 3
+EVERY = 16
+EVERY_KERNEL = 4
 INTERPRETED = ("test_triton.py", "test_cudnn.py")
 # What these may decline where they are named; any other refusal fails.
 _LIMITS = ("call: float64", "is float64; cast it", "more than 256", "the program is exported")

@@ -45,7 +45,14 @@ class TestModel:
         leaves = jax.tree.leaves(nnx.state(model))
         assert (sum(leaf.size for leaf in leaves), len(leaves)) == (count, 94)
 
-    @pytest.mark.parametrize(("name", "variant"), [("mamba", None), ("ssd", "remat"), ("lru", None)])
+    @pytest.mark.parametrize(
+        ("name", "variant"),
+        [
+            pytest.param("mamba", None, marks=pytest.mark.slow),
+            ("ssd", "remat"),
+            pytest.param("lru", None, marks=pytest.mark.slow),
+        ],
+    )
     def test_all_forms_of_a_cell_are_one_function_of_the_same_parameters(self, name, variant):
         small = cell(name, tokens=5, batch=2, model_dim=8, layers=2, op="train_step", variant=variant)
         built = [ssm_suite.build(impl, small) for impl in IMPLS]

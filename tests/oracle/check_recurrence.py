@@ -30,6 +30,17 @@ _NATIVE = ("linear_scan", "selective_scan")
 TOLERANCES = {"float32": 1e-5, "float64": 1e-12, "complex64": 1e-5, "complex128": 1e-12}
 
 
+def among(*names: str) -> list[Any]:
+    """Those implementations that are tested here, as parameters."""
+    return [
+        pytest.param(
+            name, marks=[pytest.mark.skip(reason=f"{name}: {_MISSING[name]}")] if _MISSING[name] else []
+        )
+        for name in names
+        if name in IMPLEMENTATIONS
+    ]
+
+
 def parameters(*operations: str) -> list[Any]:
     """Every pair of operation and implementation; what is missing here is skipped, with the reason."""
     pairs = []

@@ -160,8 +160,13 @@ def test_errors_name_the_argument(operation, name):
 def test_errors_of_steps(function, given, name):
     with pytest.raises(ValueError, match=rf"^{name}: got"):
         function(**given)
+
+
+def test_mask_of_a_step():
     with pytest.raises(TypeError, match=r"^mask: got"):
-        function(**given | {"mask": jnp.ones(())} if name != "state" else {**given, "mask": jnp.ones(())})
+        recurrence.linear_scan_step(0.5, jnp.ones((2, 3)), state=0.0, mask=jnp.ones(2))
+    with pytest.raises(ValueError, match=r"^reset: got"):
+        recurrence.linear_scan_step(0.5, jnp.ones((2, 3)), state=0.0, reset=jnp.ones(3, bool))
 
 
 def test_named_implementation_that_is_missing(monkeypatch):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from oracle import normal
-from oracle.check_recurrence import Case, agree, check
+from oracle.check_recurrence import Case, agree, among, check
 from oracle.recurrence_cases import arrays
 from probjax import recurrence
 
@@ -67,7 +67,7 @@ def test_every_length_about_the_chunk(length):
     )
 
 
-@pytest.mark.parametrize("implementation", ["scan", "native"])
+@pytest.mark.parametrize("implementation", among("scan", "native"))
 def test_decays_that_underflow(implementation):
     """dt A down to -1000 and above zero: no product of decays is divided by."""
     given = arrays("selective_scan", (1, 66))
@@ -89,7 +89,7 @@ def test_softplus_is_exact_at_both_ends():
         agree(got[..., channel], want[..., channel], 1e-6, floor=0)
 
 
-@pytest.mark.parametrize("implementation", ["scan", "native"])
+@pytest.mark.parametrize("implementation", among("scan", "native"))
 def test_long_memory_and_growth(implementation):
     angle = normal(4, seed="angle")
     for radius, length in ((0.9999, 300), (1.02, 300)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -402,14 +403,19 @@ class Ssd(_Chunked):
 
     def decay(self, call: Call, moving: Tree, fixed: Tree) -> Array:
         heads = moving[2].shape[-2]
-        half = jnp.exp(jnp.sum(_bounded(moving[3]), 1) / 2)
-        half = jnp.broadcast_to(half, (*half.shape[:-1], heads))
-        return (half * half)[..., None, :, None]
+        log_decay = jnp.sum(_bounded(moving[3]), 1)
+        log_decay = jnp.broadcast_to(log_decay, (*log_decay.shape[:-1], heads))
+        return jnp.exp(jnp.minimum(log_decay, _largest(log_decay.dtype)))[..., None, :, None]
 
 
 def _bounded(log_decay: Array) -> Array:
     """Log-decays with finite sums. exp of the bound is exactly zero, and so is the gradient beyond it."""
     return jnp.maximum(log_decay, -1e30)
+
+
+def _largest(dtype: Any) -> int:
+    """The largest integer whose exp is finite."""
+    return math.floor(math.log(jnp.finfo(dtype).max))
 
 
 def _decays(log_decay: Array, heads: int, groups: int, length: int) -> Array:
@@ -425,7 +431,7 @@ def _decays(log_decay: Array, heads: int, groups: int, length: int) -> Array:
     after = (jnp.arange(length)[:, None] > s).astype(log_decay.dtype)
     total = jnp.matmul(until * log_decay, after, precision="highest")
     # Beyond the bound only what is zero has a finite product: it shall not meet an infinity.
-    half = jnp.minimum(total / 2, math.floor(math.log(jnp.finfo(total.dtype).max)))
+    half = jnp.minimum(total / 2, _largest(total.dtype))
     return jnp.exp(jnp.where(s <= t, half, -math.inf))
 
 
