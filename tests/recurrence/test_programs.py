@@ -122,8 +122,8 @@ def test_export(operation):
 
     exported = jax.export.export(jax.jit(run))(given)
     assert "custom_call @probjax" not in exported.mlir_module()
-    want = jax.tree.leaves(jax.jit(run)(given))
-    for got, want in zip(jax.tree.leaves(exported.call(given)), want, strict=True):
+    wanted = jax.tree.leaves(jax.jit(run)(given))
+    for got, want in zip(jax.tree.leaves(exported.call(given)), wanted, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
