@@ -238,6 +238,14 @@ def summed_to(x: Array, shape: tuple[int, ...]) -> Array:
     return jnp.sum(x, axes, keepdims=True) if axes else x
 
 
+def previous(x: Array, first: Array, axis: int, reverse: bool) -> Array:
+    """Each entry's predecessor in the order of processing along the axis; that of the first is `first`."""
+    first = jnp.expand_dims(jnp.broadcast_to(first, x.shape[:axis] + x.shape[axis + 1 :]), axis)
+    if reverse:
+        return jnp.concatenate([jax.lax.slice_in_dim(x, 1, None, axis=axis), first], axis)
+    return jnp.concatenate([first, jax.lax.slice_in_dim(x, 0, x.shape[axis] - 1, axis=axis)], axis)
+
+
 def by_jvp(
     forward: Callable[[Arrays], Arrays], operands: Arrays, tangents: dict[int, Array]
 ) -> tuple[Array, ...]:

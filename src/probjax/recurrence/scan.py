@@ -23,6 +23,7 @@ from probjax.recurrence._engine import (
     by_jvp,
     carried,
     join,
+    previous,
     pull_back,
     pull_back_at_once,
     pull_chunk,
@@ -96,14 +97,6 @@ class LinearScan:
             2: lambda: summed_to(_at(a, n, start) * _at(g, n, start), initial.shape),
         }
         return tuple(gradients[i]() for i in wanted)
-
-
-def previous(x: Array, first: Array, axis: int, reverse: bool) -> Array:
-    """Each entry's predecessor in the order of processing along the axis; that of the first is `first`."""
-    first = jnp.expand_dims(jnp.broadcast_to(first, x.shape[:axis] + x.shape[axis + 1 :]), axis)
-    if reverse:
-        return jnp.concatenate([jax.lax.slice_in_dim(x, 1, None, axis=axis), first], axis)
-    return jnp.concatenate([first, jax.lax.slice_in_dim(x, 0, x.shape[axis] - 1, axis=axis)], axis)
 
 
 def _at(x: Array, axis: int, index: int) -> Array:
