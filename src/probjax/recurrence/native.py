@@ -18,8 +18,7 @@ from probjax import _native
 from probjax._call import full_size
 from probjax._op import Array, Arrays, Call, axis_sizes, batch_shape
 from probjax.attention.tiles import Batching
-from probjax.recurrence._engine import records, summed_to
-from probjax.recurrence.scan import previous
+from probjax.recurrence._engine import previous, records, summed_to
 from probjax.recurrence.spec import CHUNK
 
 BATCH_AXES = 8
