@@ -34,21 +34,8 @@ class Output:
     dtype: Any
 
 
-class Operation(Protocol):
-    """What an operation supplies. `call` is the frozen description of one call; `platform` is one of
-    PLATFORMS or None.
-
-    `shardable` are the axis names that may be split over devices without communication. All of them belong
-    to one family: an axis of it may have the full size, a divisor of that (key/value heads) or 1.
-    `linear` are the operands in which the outputs are linear together, whatever the others are.
-
-    Outputs that only backward needs are those that `recording` adds: they are computed where a call is
-    differentiated, and are never differentiated themselves.
-    """
-
-    name: str
-    shardable: frozenset[str]
-    linear: frozenset[int]
+class Implementation(Protocol):
+    """The three functions of an implementation. `platform` is one of PLATFORMS or None."""
 
     def forward(self, call: Call, platform: str | None, operands: Arrays) -> Arrays: ...
 
@@ -65,6 +52,22 @@ class Operation(Protocol):
         cotangents: tuple[Array | None, ...],
         wanted: tuple[int, ...],
     ) -> Arrays: ...
+
+
+class Operation(Implementation, Protocol):
+    """What an operation supplies. `call` is the frozen description of one call.
+
+    `shardable` are the axis names that may be split over devices without communication. All of them belong
+    to one family: an axis of it may have the full size, a divisor of that (key/value heads) or 1.
+    `linear` are the operands in which the outputs are linear together, whatever the others are.
+
+    Outputs that only backward needs are those that `recording` adds: they are computed where a call is
+    differentiated, and are never differentiated themselves.
+    """
+
+    name: str
+    shardable: frozenset[str]
+    linear: frozenset[int]
 
     def recording(self, call: Call) -> Call:
         """The same call with, after its own outputs, those that backward needs besides."""

@@ -551,4 +551,4 @@ def test_what_the_kernels_decline():
     assert "bfloat16" in kernels.declines(call, half)
     empty = tuple(make_selective(shapes_of(0, 2, 2))[0].values())
     assert "empty" in kernels.declines(call, empty)
-    assert kernels.unavailable("cuda") is not None and kernels.unavailable("cpu") is None
+    assert native.unavailable("cuda") is not None and native.unavailable("cpu") is None

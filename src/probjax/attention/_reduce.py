@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+
+from probjax._axes import summed
 
 Array = jax.Array
 
 INF = float("inf")
-
-
-def summed(x: Array, shape: tuple[int, ...], acc: Any) -> Array:
-    """The sum over those axes that have size 1 in `shape`, in the accumulator's dtype."""
-    axes = tuple(i for i, (have, want) in enumerate(zip(x.shape, shape, strict=True)) if have != want)
-    return jnp.sum(x.astype(acc), axes, keepdims=True).astype(x.dtype) if axes else x
 
 
 def sinks_gradient(sinks: Array, out: Array, lse: Array, ct_out: Array | None, ct_lse: Array | None) -> Array:

@@ -19,20 +19,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from probjax._axes import Groups, summed
 from probjax._call import full_size
 from probjax._op import Arrays, Call, axis_sizes, batch_shape
 from probjax.attention import _backward, _kernels, _triton, gpu_blocks
 from probjax.attention._backward import NUMBER_STEPS, PAIR_STEPS
 from probjax.attention._flash import Frame, shapes_of
 from probjax.attention._program import Program, ScoreOp, Unsupported, lower
-from probjax.attention._reduce import sinks_gradient, summed
+from probjax.attention._reduce import sinks_gradient
 from probjax.attention._schedule import Cut, Schedule, schedules
 from probjax.attention._site import Plan
 from probjax.attention._triton import View, ceil_power
 from probjax.attention.gpu_blocks import Kernels
 from probjax.attention.spec import KEY, QUERY, VALUE, AttentionSpec
 from probjax.attention.tables import Blocks
-from probjax.attention.tiles import Batching
 from probjax.attention.xla import TILED
 
 Array = jax.Array
@@ -235,10 +235,10 @@ class _Run:
         everything = (*operands, *extra.values())
         n = call.batch_ndim(operands)
         self.full = tuple(full_size(x.shape[i] for x in everything) for i in range(n))
-        batching = Batching.choose([x.shape[:n] for x in everything], self.full, 1)
-        self.groups = batching.shape
-        self.operands = [batching.merge(x) for x in operands]
-        self.arrays = {name: batching.merge(x) for name, x in extra.items()}
+        groups = Groups.of([x.shape[:n] for x in everything], self.full)
+        self.groups = groups.shape
+        self.operands = [groups.merge(x) for x in operands]
+        self.arrays = {name: groups.merge(x) for name, x in extra.items()}
         self.sizes = axis_sizes(call, operands)
         self.program: Program = lower(call, self.operands, functions=True)
         self.native = self.program.arrays(self.operands)

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from probjax import _native
+from probjax._axes import Groups, summed
 from probjax._call import full_size
 from probjax._op import Arrays, Call, axis_sizes, batch_shape
 from probjax.attention._program import Program, Unsupported, lower
-from probjax.attention._reduce import sinks_gradient, summed
+from probjax.attention._reduce import sinks_gradient
 from probjax.attention.spec import KEY, QUERY, VALUE, AttentionSpec, accumulator
-from probjax.attention.tiles import Batching
 from probjax.attention.xla import TILED
 
 Array = jax.Array
@@ -61,7 +61,7 @@ def declines(call: Call, arrays: Sequence[Any]) -> str | None:
         return str(error)
     if _empty(call, arrays):
         return None
-    groups = len(Batching.choose([x.shape[: len(batch)] for x in arrays], batch, 1).groups)
+    groups = len(Groups.of([x.shape[: len(batch)] for x in arrays], batch).groups)
     if groups > BATCH_AXES:
         return f"{groups} batch axes that broadcast differently, more than {BATCH_AXES}"
     return None
@@ -119,10 +119,10 @@ class _Run:
         everything = (*operands, *extra)
         n = call.batch_ndim(operands)
         self.full = tuple(full_size(x.shape[i] for x in everything) for i in range(n))
-        batching = Batching.choose([x.shape[:n] for x in everything], self.full, 1)
-        self.batch = batching.shape
-        self.operands = [batching.merge(x) for x in operands]
-        self.extra = [batching.merge(x) for x in extra]
+        groups = Groups.of([x.shape[:n] for x in everything], self.full)
+        self.batch = groups.shape
+        self.operands = [groups.merge(x) for x in operands]
+        self.extra = [groups.merge(x) for x in extra]
         self.sizes = axis_sizes(call, operands)
         self.acc = accumulator(operands[QUERY].dtype)
         self.program: Program = lower(call, self.operands)

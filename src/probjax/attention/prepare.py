@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from probjax import _precision
 from probjax._op import Array, Call, Operand
 from probjax.attention import biases as _biases
 from probjax.attention import dispatch, masks
@@ -113,7 +114,7 @@ def prepare(
         dropout_rate=rate,
         dropout_at=dropout_at,
         index_at=index_at,
-        precision=_check_precision(precision),
+        precision=_precision.checked(precision),
         implementation=_check_implementation(implementation),
     )
     call = Call(ATTENTION, tuple(operands.described), outputs_for(query.dtype), spec)
@@ -322,18 +323,6 @@ def _looks_at_indices(structure: Any) -> bool:
     kinds = (masks.MaskFunction, _biases.ScoreFunction)
     found = jax.tree.leaves(term, is_leaf=lambda x: isinstance(x, kinds))
     return any(isinstance(x, kinds) for x in found)
-
-
-def _check_precision(precision: Any) -> Any:
-    if isinstance(precision, list):
-        precision = tuple(precision)
-    try:
-        jax.eval_shape(lambda x: jnp.dot(x, x, precision=precision), jax.ShapeDtypeStruct((1,), jnp.float32))
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"precision: got {precision!r}, want what jax.numpy.dot takes, such as None or 'highest'"
-        ) from error
-    return precision
 
 
 def _check_implementation(name: str | None) -> str | None:

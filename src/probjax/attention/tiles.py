@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from probjax._axes import Groups, merged
 from probjax.attention._mask import Mask
 from probjax.attention._terms import Bounds
 
@@ -164,43 +165,24 @@ def add(total: Array, part: Array, starts: Starts) -> Array:
 
 
 @dataclass(frozen=True)
-class Batching:
-    """The batch axes of a call merged into as few groups as possible, and how many entries run at a time.
+class Batching(Groups):
+    """Merged batch axes, and how many entries run at a time.
 
-    Neighbouring axes merge when every operand has both in full or both as 1. `shape` are the sizes of the
-    groups, and a chunk is `size` entries of the last group and one of each other.
+    A chunk is `size` entries of the last group and one of each other.
     """
 
-    batch: tuple[int, ...]
-    groups: tuple[tuple[int, ...], ...]
     size: int
     steps: int
 
     @classmethod
     def choose(cls, shapes: list[tuple[int, ...]], batch: tuple[int, ...], scores_per_entry: int) -> Batching:
-        groups: list[list[int]] = []
-        for axis in range(len(batch)):
-            if groups and all(_alike(_wide(s, groups[-1], batch), _wide(s, [axis], batch)) for s in shapes):
-                groups[-1].append(axis)
-            else:
-                groups.append([axis])
+        groups = merged(shapes, batch)
         last = math.prod(batch[a] for a in groups[-1]) if groups else 1
-        frozen = tuple(tuple(g) for g in groups)
         if not all(isinstance(b, int) for b in batch):  # a symbolic size of jax.export: it cannot be cut
-            return cls(batch, frozen, last, 1)
+            return cls(batch, groups, last, 1)
         wanted = max(1, CHUNK_SCORES // max(scores_per_entry, 1))
         size = max(d for d in range(1, min(last, wanted) + 1) if last % d == 0)
-        return cls(batch, frozen, size, math.prod(batch) // size)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(math.prod(self.batch[a] for a in group) for group in self.groups)
-
-    def merge(self, x: Array) -> Array:
-        """Merges the batch axes of an operand into groups; a group is full or 1."""
-        n = len(self.batch)
-        lead = tuple(math.prod(x.shape[a] for a in group) for group in self.groups)
-        return x.reshape(*lead, *x.shape[n:])
+        return cls(batch, groups, size, math.prod(batch) // size)
 
     def take(self, x: Array, step: Array | int) -> Array:
         """The part of a merged operand for one step: one batch axis, of `size` or 1."""
@@ -236,15 +218,3 @@ class Batching:
                 sizes[axis] = self.size if axis == n - 1 else 1
                 starts[axis] = index[axis] * sizes[axis]
         return starts, tuple(sizes)
-
-
-def _wide(shape: tuple[int, ...], axes: list[int], batch: tuple[int, ...]) -> bool | None:
-    """Whether an operand has these batch axes in full; None where they all have size 1 and it cannot be
-    told.
-    """
-    sizes = [(shape[a], batch[a]) for a in axes if batch[a] != 1]
-    return None if not sizes else all(s == b for s, b in sizes)
-
-
-def _alike(a: bool | None, b: bool | None) -> bool:
-    return a is None or b is None or a == b

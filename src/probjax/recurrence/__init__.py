@@ -15,10 +15,7 @@ from probjax.recurrence.api import (
 )
 from probjax.recurrence.conv import causal_conv1d, causal_conv1d_step
 from probjax.recurrence.dispatch import implementations
-from probjax.recurrence.primitive import names as _names
-
-RESIDUAL_NAMES = _names()
-"""Names of results that a policy such as `jax.checkpoint_policies.save_only_these_names` may keep."""
+from probjax.recurrence.primitive import RESIDUAL_NAMES
 
 __all__ = [
     "RESIDUAL_NAMES",

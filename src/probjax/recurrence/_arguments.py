@@ -151,20 +151,3 @@ def select(mask: Array | None, x: Array, other: Any, trailing: int) -> Array:
     if mask is None:
         return x
     return jnp.where(mask.reshape(*mask.shape, *(1,) * trailing), x, jnp.asarray(other, x.dtype))
-
-
-def precision(value: Any) -> Any:
-    """A checked `precision` of matrix products.
-
-    Raises:
-      ValueError: for what jax.numpy.dot does not take.
-    """
-    if isinstance(value, list):
-        value = tuple(value)
-    try:
-        jax.eval_shape(lambda x: jnp.dot(x, x, precision=value), jax.ShapeDtypeStruct((1,), jnp.float32))
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"precision: got {value!r}, want what jax.numpy.dot takes, such as None or 'highest'"
-        ) from error
-    return value

@@ -232,12 +232,6 @@ def state_shape(call: Call, operands: Sequence[Array], axes: Sequence[str]) -> t
     return batch_shape(call, operands) + tuple(sizes[name] for name in axes)
 
 
-def summed_to(x: Array, shape: tuple[int, ...]) -> Array:
-    """The sum over axes in which `shape` has size 1."""
-    axes = tuple(i for i, (have, want) in enumerate(zip(x.shape, shape, strict=True)) if have != want)
-    return jnp.sum(x, axes, keepdims=True) if axes else x
-
-
 def previous(x: Array, first: Array, axis: int, reverse: bool) -> Array:
     """Each entry's predecessor in the order of processing along the axis; that of the first is `first`."""
     first = jnp.expand_dims(jnp.broadcast_to(first, x.shape[:axis] + x.shape[axis + 1 :]), axis)

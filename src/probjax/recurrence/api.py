@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from probjax import _precision
 from probjax._op import Array, apply
 from probjax.recurrence import _arguments as check
 from probjax.recurrence import _steps, primitive
@@ -495,7 +496,7 @@ def ssd(
     spec = RecurrenceSpec(
         reverse=bool(reverse),
         chunk=max(LEAST_CHUNK, _chunk_size(chunk_size)),
-        precision=check.precision(precision),
+        precision=_precision.checked(precision),
         implementation=check.implementation(implementation, "ssd", ("reference", "scan")),
     )
     if length == 0:
@@ -565,7 +566,9 @@ def ssd_step(
     )
     state = prepared.operands[4]
     inputs = {i: jnp.squeeze(x, len(lead)) for i, x in enumerate(prepared.operands[:4])}
-    state, y = _steps.ssd(jnp.broadcast_to(state, prepared.state_shape), inputs, check.precision(precision))
+    state, y = _steps.ssd(
+        jnp.broadcast_to(state, prepared.state_shape), inputs, _precision.checked(precision)
+    )
     if prepared.mask is not None:
         y = jnp.where(prepared.mask[..., None], y, 0)
     return y.astype(value.dtype), state

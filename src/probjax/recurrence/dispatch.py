@@ -8,32 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
-from probjax._op import Array, Arrays, Call
+from probjax._call import Implementation
+from probjax._op import Call
 from probjax.recurrence import native, reference, scan
-
-
-class Implementation(Protocol):
-    """The three functions an implementation supplies; see `probjax._call.Operation`."""
-
-    def forward(self, call: Call, platform: str | None, operands: Arrays) -> Arrays: ...
-
-    def tangent(
-        self, call: Call, platform: str | None, operands: Arrays, outputs: Arrays, tangents: dict[int, Array]
-    ) -> Arrays: ...
-
-    def backward(
-        self,
-        call: Call,
-        platform: str | None,
-        operands: Arrays,
-        outputs: Arrays,
-        cotangents: tuple[Array | None, ...],
-        wanted: tuple[int, ...],
-    ) -> Arrays: ...
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from probjax import _native
+from probjax._axes import Groups, summed
 from probjax._call import full_size
 from probjax._op import Array, Arrays, Call, axis_sizes, batch_shape
-from probjax.attention.tiles import Batching
-from probjax.recurrence._engine import previous, records, summed_to
+from probjax.recurrence._engine import previous, records
 from probjax.recurrence.spec import CHUNK
 
 BATCH_AXES = 8
@@ -48,7 +48,7 @@ def _declines(call: Call, arrays: Sequence[Any], dtypes: tuple[str, ...]) -> str
     if len({x.dtype for x in numbers}) > 1 or str(numbers[0].dtype) not in dtypes:
         found = ", ".join(sorted({str(x.dtype) for x in numbers}))
         return f"operands are {found}, and the C++ kernels take one of {', '.join(dtypes)} for all"
-    groups = len(Batching.choose([x.shape[: len(batch)] for x in arrays], batch, 1).groups)
+    groups = len(Groups.of([x.shape[: len(batch)] for x in arrays], batch).groups)
     if groups > BATCH_AXES:
         return f"{groups} batch axes that broadcast differently, more than {BATCH_AXES}"
     return None
@@ -61,8 +61,8 @@ class _Run:
         everything = (*operands, *extra)
         n = call.batch_ndim(operands)
         self.full = tuple(full_size(x.shape[i] for x in everything) for i in range(n))
-        self._batching = Batching.choose([x.shape[:n] for x in everything], self.full, 1)
-        self.batch = self._batching.shape
+        self._groups = Groups.of([x.shape[:n] for x in everything], self.full)
+        self.batch = self._groups.shape
         self.rank = len(self.batch)
         self.operands = [self.merge(x) for x in operands]
         self.extra = [self.merge(x) for x in extra]
@@ -71,7 +71,7 @@ class _Run:
         self.reverse: bool = call.spec.reverse
 
     def merge(self, x: Array) -> Array:
-        return self._batching.merge(x)
+        return self._groups.merge(x)
 
     def library(
         self,
@@ -102,9 +102,6 @@ class _Run:
 
 class LinearScan:
     """`h_t = a_t h_{t-1} + b_t`."""
-
-    def unavailable(self, platform: str) -> str | None:
-        return unavailable(platform)
 
     def declines(self, call: Call, arrays: Sequence[Any]) -> str | None:
         """Why the kernels cannot run a call with operands of these shapes and dtypes; None if they can."""
@@ -156,16 +153,13 @@ class LinearScan:
             wanted=wanted,
         )
         return tuple(
-            summed_to(x, run.operands[i].shape).reshape(operands[i].shape)
+            summed(x, run.operands[i].shape).reshape(operands[i].shape)
             for i, x in zip(wanted, found, strict=True)
         )
 
 
 class SelectiveScan:
     """`h_t = exp(dt_t A) h_{t-1} + u_t B_t`, `y_t = sum_n C_t h_t`; resets if there is a seventh operand."""
-
-    def unavailable(self, platform: str) -> str | None:
-        return unavailable(platform)
 
     def declines(self, call: Call, arrays: Sequence[Any]) -> str | None:
         """Why the kernels cannot run a call with operands of these shapes and dtypes; None if they can."""
@@ -238,8 +232,8 @@ class SelectiveScan:
         gradients = []
         for i, x in zip(wanted, found, strict=True):
             if i in (3, 4):
-                x = summed_to(x, (1, *run.operands[i].shape))[0]
-            gradients.append(summed_to(x, run.operands[i].shape).reshape(operands[i].shape))
+                x = summed(x, (1, *run.operands[i].shape))[0]
+            gradients.append(summed(x, run.operands[i].shape).reshape(operands[i].shape))
         return tuple(gradients)
 
 

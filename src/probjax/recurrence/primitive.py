@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from probjax._op import Array, Arrays, Call, Operand, Output
@@ -101,8 +100,8 @@ def ssd_call(dtype: Any, length: int, spec: RecurrenceSpec) -> Call:
     return Call(SSD, operands, outputs, spec, (("M", spec.chunks(length)),))
 
 
-def names(operations: Sequence[Recurrence] = (LINEAR_SCAN, SELECTIVE_SCAN, SSD)) -> tuple[str, ...]:
-    """The `checkpoint_name`s that a rematerialisation policy may keep."""
-    outputs = {"linear_scan": ("out",)}
-    each = ("out", "last", "states")
-    return tuple(f"{op.name}_{output}" for op in operations for output in outputs.get(op.name, each))
+RESIDUAL_NAMES = (
+    "linear_scan_out",
+    *(f"{op.name}_{output}" for op in (SELECTIVE_SCAN, SSD) for output in ("out", "last", "states")),
+)
+"""Names of results that a policy such as `jax.checkpoint_policies.save_only_these_names` may keep."""

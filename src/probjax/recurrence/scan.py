@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from probjax._axes import summed
 from probjax._op import Array, Arrays, Call
 from probjax.recurrence import _steps
 from probjax.recurrence._engine import (
@@ -32,7 +33,6 @@ from probjax.recurrence._engine import (
     run_at_once,
     run_chunk,
     state_shape,
-    summed_to,
 )
 
 _WIDE = ("cuda", "rocm", "tpu")
@@ -92,9 +92,9 @@ class LinearScan:
         g = _walk(following, ct, jnp.zeros_like(_at(out, n, 0)), n, not reverse, platform)
         start = -1 if reverse else 0
         gradients = {
-            0: lambda: summed_to(g * previous(out, initial, n, reverse), a.shape),
-            1: lambda: summed_to(g, b.shape),
-            2: lambda: summed_to(_at(a, n, start) * _at(g, n, start), initial.shape),
+            0: lambda: summed(g * previous(out, initial, n, reverse), a.shape),
+            1: lambda: summed(g, b.shape),
+            2: lambda: summed(_at(a, n, start) * _at(g, n, start), initial.shape),
         }
         return tuple(gradients[i]() for i in wanted)
 
@@ -250,7 +250,7 @@ class _Chunked:
         found |= {i: self.turned(found[i]) for i in self.like_state if i in found}
         gradients = time.merge(found, moving, operands)
         if self.initial_at in wanted:
-            gradients[self.initial_at] = summed_to(self.turned(ct_first), operands[self.initial_at].shape)
+            gradients[self.initial_at] = summed(self.turned(ct_first), operands[self.initial_at].shape)
         return tuple(gradients[i] for i in wanted)
 
 
@@ -298,9 +298,9 @@ class SelectiveScan(_Chunked):
             moved = through * before  # the cotangent of dt A
             found = {}
             if 0 in wanted:
-                found[0] = summed_to(jnp.sum(g * _steps.by_channel(B, channels), -2), u.shape)
+                found[0] = summed(jnp.sum(g * _steps.by_channel(B, channels), -2), u.shape)
             if 1 in wanted:
-                found[1] = summed_to(jnp.sum(moved * A, -2), dt.shape)
+                found[1] = summed(jnp.sum(moved * A, -2), dt.shape)
             if 2 in wanted:
                 found[2] = moved * dt[..., None, :]
             if 3 in wanted:
@@ -314,7 +314,7 @@ class SelectiveScan(_Chunked):
         inputs = (moving, states, ct_out)
         (ct_state, _, sums), found = jax.lax.scan(back, carry, inputs, reverse=True, unroll=unroll)
         if 2 in sums:
-            sums[2] = summed_to(sums[2], fixed[2].shape)
+            sums[2] = summed(sums[2], fixed[2].shape)
         return ct_state, {**found, **sums}
 
     def decay(self, call: Call, moving: Tree, fixed: Tree) -> Array:
@@ -339,7 +339,7 @@ def _by_group(state: Array, x: Array, shape: tuple[int, ...]) -> Array:
     state = state.reshape(*batch, size, groups, channels // groups)
     x = jnp.broadcast_to(x, (*batch, channels)).reshape(*batch, groups, channels // groups)
     # As matrix products: XLA:CPU is slow at sums over the last axis.
-    return summed_to(jnp.einsum("...ngd,...gd->...gn", state, x, precision="highest"), shape)
+    return summed(jnp.einsum("...ngd,...gd->...gn", state, x, precision="highest"), shape)
 
 
 class Ssd(_Chunked):
