@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from probjax._op import Array, apply, residual_name
+from probjax.attention._flax import from_flax
 from probjax.attention.plan import AttentionPlan, plan_of
 from probjax.attention.prepare import prepare
 from probjax.attention.primitive import ATTENTION, outputs_for
@@ -38,6 +39,7 @@ def dot_product_attention(
     precision: Any = None,
     implementation: str | None = None,
     return_residual: bool = False,
+    **flax: Any,
 ) -> Array | tuple[Array, Array]:
     """Scaled dot-product attention, exact, with memory linear in the sequence, under every JAX
     transformation.
@@ -75,6 +77,10 @@ def dot_product_attention(
       precision: as in `jax.numpy.dot`. "highest" is true float32 on every platform.
       implementation: None chooses (see `attention_plan`), or one of `probjax.attention.implementations()`.
       return_residual: also return the log-sum-exp.
+      **flax: what `flax.nnx.MultiHeadAttention` hands to its `attention_fn` besides, so that this function
+        is one: `dropout_rng` (another name of `dropout_key`), `deterministic` (True: no dropout), `dtype`
+        (of the computation), `broadcast_dropout` (every batch entry and head has its own mask here, whatever
+        it says) and `module`, which has to be None: there are no weights to sow.
 
     Returns:
       Output (*B, T, N, V) in the dtype of `query`. With `return_residual`, also the log-sum-exp of the
@@ -101,6 +107,10 @@ def dot_product_attention(
       >>> probjax.dot_product_attention(q, q, q, is_causal=True).shape
       (2, 128, 8, 64)
     """
+    if flax:
+        query, key, value, dropout_rate, dropout_key = from_flax(
+            (query, key, value), dropout_rate, dropout_key, **flax
+        )
     call, operands = prepare(
         query,
         key,

@@ -1,16 +1,43 @@
-"""Recurrent cells and blocks as Flax NNX modules, built on `probjax.recurrence`.
+"""Models as Flax NNX modules, built on `probjax.dot_product_attention` and `probjax.recurrence`.
 
-All of them map (*B, L, features) to (*B, L, features) and have the same three methods: the call on whole
-sequences, `init_state` and `step` for one token at a time. They are plain trees: no shared submodules and
-no keys inside, so that `nnx.split`, `jax.jit`, `jax.vmap` and `jax.grad` take them as they are. This
-package needs Flax; `probjax` does not.
+Layers: `MultiHeadAttention`, `MLP`, `MixtureOfExperts`, embeddings and adaptive norms. Models:
+`Transformer`, `DiffusionTransformer`, `UNet`, and `SequenceModel`, a stack over any of the recurrent cells
+(`LRUCell`, `MambaCell`, `SSDCell`: bare recurrences) and blocks (`MambaBlock`, `Mamba2Block`, `RGLRUBlock`:
+with convolution and gate, as the papers stack them).
 
-Cells are bare recurrences: `LRUCell`, `MambaCell`, `SSDCell`. Blocks are what the papers stack into models,
-with convolution and gate: `MambaBlock` (Mamba-1), `Mamba2Block`, `RGLRUBlock` (Griffin's recurrent block).
+All are plain trees: no shared submodules and no keys inside, so that `nnx.split`, `jax.jit`, `jax.vmap` and
+`jax.grad` take them as they are; dropout draws from a key that a call is given. Stacks of blocks may be
+scanned (`scan_layers`), and computed again in backward (`remat`). This package needs Flax; `probjax` does
+not.
 """
 
+from probjax.nn._stack import remat
+from probjax.nn.attention import Cache, MultiHeadAttention
 from probjax.nn.cells import LRUCell, MambaCell, SSDCell
+from probjax.nn.diffusion import DiffusionTransformer
+from probjax.nn.embedding import FourierFeatures, rotary_embedding, sinusoidal_embedding
 from probjax.nn.griffin import RGLRUBlock
 from probjax.nn.mamba import Mamba2Block, MambaBlock
+from probjax.nn.mlp import MLP
+from probjax.nn.norm import AdaptiveLayerNorm
+from probjax.nn.transformer import Transformer, TransformerBlock
 
-__all__ = ["LRUCell", "Mamba2Block", "MambaBlock", "MambaCell", "RGLRUBlock", "SSDCell"]
+__all__ = [
+    "MLP",
+    "AdaptiveLayerNorm",
+    "Cache",
+    "DiffusionTransformer",
+    "FourierFeatures",
+    "LRUCell",
+    "Mamba2Block",
+    "MambaBlock",
+    "MambaCell",
+    "MultiHeadAttention",
+    "RGLRUBlock",
+    "SSDCell",
+    "Transformer",
+    "TransformerBlock",
+    "remat",
+    "rotary_embedding",
+    "sinusoidal_embedding",
+]
