@@ -21,6 +21,7 @@ from probjax.nn.mamba import Mamba2Block, MambaBlock
 from probjax.nn.mlp import MLP
 from probjax.nn.norm import AdaptiveLayerNorm
 from probjax.nn.transformer import Transformer, TransformerBlock
+from probjax.nn.unet import UNet
 
 __all__ = [
     "MLP",
@@ -37,6 +38,7 @@ __all__ = [
     "SSDCell",
     "Transformer",
     "TransformerBlock",
+    "UNet",
     "remat",
     "rotary_embedding",
     "sinusoidal_embedding",
