@@ -144,13 +144,20 @@ def _forward_jvp(primals, tangents, *, call):
     # The names let a rematerialisation policy keep what backward needs, so that the forward kernel does not
     # run again.
     outputs = [
-        checkpoint_name(x, residual_name(call.operation, output))
+        _named(x, residual_name(call.operation, output))
         for x, output in zip(forward_p.bind(*operands, call=call), call.outputs, strict=True)
     ]
     if not active:
         return outputs, [_zero_tangent(x) for x in outputs]
     moved = tangent_p.bind(*operands, *outputs, *(tangents[i] for i in active), call=call, active=active)
     return outputs[:n], moved[:n]
+
+
+def _named(x: Array, name: str) -> Array:
+    # What a policy keeps, JAX marks by reduce_precision, which takes no complex numbers.
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jax.lax.complex(checkpoint_name(x.real, name), checkpoint_name(x.imag, name))
+    return checkpoint_name(x, name)
 
 
 def _zero_tangent(x: Array):

@@ -19,7 +19,9 @@ from probjax.nn.embedding import FourierFeatures, rotary_embedding, sinusoidal_e
 from probjax.nn.griffin import RGLRUBlock
 from probjax.nn.mamba import Mamba2Block, MambaBlock
 from probjax.nn.mlp import MLP
+from probjax.nn.moe import MixtureOfExperts, MoEAux
 from probjax.nn.norm import AdaptiveLayerNorm
+from probjax.nn.sequence import SequenceModel
 from probjax.nn.transformer import Transformer, TransformerBlock
 from probjax.nn.unet import UNet
 
@@ -33,9 +35,12 @@ __all__ = [
     "Mamba2Block",
     "MambaBlock",
     "MambaCell",
+    "MixtureOfExperts",
+    "MoEAux",
     "MultiHeadAttention",
     "RGLRUBlock",
     "SSDCell",
+    "SequenceModel",
     "Transformer",
     "TransformerBlock",
     "UNet",
