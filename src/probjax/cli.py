@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,43 +12,6 @@ from typing import Any, NoReturn
 
 _STARTED = time.monotonic()
 _INTERRUPTED = 130
-
-_BENCH_TEXT = """\
-Measure attention forward and backward against JAX's and PyTorch's, interleaved in one run: time, memory, and
-error against float64. Rows that cannot run here are listed with the reason. Ctrl-C keeps the cells finished
-so far.
-"""
-_BENCH_EXAMPLES = """\
-examples:
-  probjax bench attention --preset quick
-  probjax bench attention --seqs 512,2048 --variants causal --impls probjax_default,jax_xla
-  probjax bench attention --preset reference --torch-python ~/torch/bin/python --output full.json
-  probjax bench attention --seqs 512 --max-fit --memory-limit 2G --fit-seqs 4096,16384
-"""
-
-
-_DISPATCH_EXAMPLES = """\
-examples:
-  probjax bench dispatch --workers 8
-  probjax bench dispatch --dtypes bfloat16 --seq-lens 64,512 --impls probjax_default,jax_cudnn --tag after
-  probjax bench dispatch --find-max --batch 1 --impls probjax_default,jax_xla --max-seq 65536
-"""
-
-
-_SSM_EXAMPLES = """\
-examples:
-  probjax bench ssm --preset quick
-  probjax bench ssm --cells mamba --tokens 1024 --variants none,remat
-  probjax bench ssm --preset reference --output ssm_cpu.json
-"""
-
-
-_RECURRENCE_EXAMPLES = """\
-examples:
-  probjax bench recurrence --preset quick
-  probjax bench recurrence --operations ssd --seqs 1024,4096 --impls probjax_default,xla_associative
-  probjax bench recurrence --preset gpu --output recurrence_gpu.json
-"""
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -57,10 +21,8 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    from probjax.bench.attention.config import AttentionConfig
-    from probjax.bench.dispatch.config import DispatchConfig
-    from probjax.bench.recurrence.config import RecurrenceConfig
-    from probjax.bench.ssm.config import SsmConfig
+    from probjax.bench.help import SUITES
+    from probjax.bench.suites import config_class
 
     parser = argparse.ArgumentParser(
         prog="probjax",
@@ -71,49 +33,16 @@ def build_parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="measure one suite and write a result file")
     suites = bench.add_subparsers(dest="suite", metavar="SUITE", required=True)
-    attention = suites.add_parser(
-        "attention",
-        help="attention against its peers",
-        description=_BENCH_TEXT,
-        epilog=_BENCH_EXAMPLES,
-        formatter_class=_Formatter,
-    )
-    AttentionConfig.add_arguments(attention)
-    attention.set_defaults(action=_bench_attention, parser=attention)
-
-    dispatch = suites.add_parser(
-        "dispatch",
-        help="many short calls of attention, as small models make them",
-        description="Measure short attention calls from Python, inside a program and on the device, against "
-        "JAX's own ways, tokamax and PyTorch. Meant for a GPU; it runs on a CPU too.",
-        epilog=_DISPATCH_EXAMPLES,
-        formatter_class=_Formatter,
-    )
-    DispatchConfig.add_arguments(dispatch)
-    dispatch.set_defaults(action=_bench_dispatch, parser=dispatch)
-
-    ssm = suites.add_parser(
-        "ssm",
-        help="stacks of recurrent cells: forward and train step",
-        description="Measure stacks of Mamba, SSD and LRU cells, forward and one train step, against the "
-        "same model with the associative scan over whole arrays of states.",
-        epilog=_SSM_EXAMPLES,
-        formatter_class=_Formatter,
-    )
-    SsmConfig.add_arguments(ssm)
-    ssm.set_defaults(action=_bench_ssm, parser=ssm)
-
-    recurrence = suites.add_parser(
-        "recurrence",
-        help="the bare recurrences against their peers",
-        description="Measure linear_scan, selective_scan and ssd, forward and backward, against the usual "
-        "forms in plain JAX, mamba_ssm's loop in PyTorch and jax-linear-attention: time, memory, and error "
-        "against float64.",
-        epilog=_RECURRENCE_EXAMPLES,
-        formatter_class=_Formatter,
-    )
-    RecurrenceConfig.add_arguments(recurrence)
-    recurrence.set_defaults(action=_bench_recurrence, parser=recurrence)
+    for name, about in SUITES.items():
+        suite = suites.add_parser(
+            name,
+            help=about.title,
+            description=textwrap.fill(about.text, 100),
+            epilog="\n  probjax bench ".join(("examples:", *about.examples)),
+            formatter_class=_Formatter,
+        )
+        config_class(name).add_arguments(suite)
+        suite.set_defaults(action=_bench, parser=suite)
 
     report = commands.add_parser(
         "report",
@@ -189,48 +118,15 @@ def _version() -> str:
     return package_version() or "(no version)"
 
 
-def _bench_attention(arguments: argparse.Namespace) -> int:
-    from probjax.bench.attention.config import AttentionConfig, configs
+def _bench(arguments: argparse.Namespace) -> int:
+    from probjax.bench.help import SUITES
+    from probjax.bench.suites import config_class, load
 
-    wanted = configs(AttentionConfig.given(arguments))
-    _choose_platform(wanted[0].device)
-    from probjax.bench.attention.run import run_attention
-
-    run_attention(wanted, started=_STARTED)
-    return 0
-
-
-def _bench_dispatch(arguments: argparse.Namespace) -> int:
-    from probjax.bench.dispatch.config import DispatchConfig
-
-    config = DispatchConfig(**DispatchConfig.given(arguments))
-    if config.device is not None:
-        _choose_platform(config.device)
-    from probjax.bench.dispatch.run import run_dispatch
-
-    run_dispatch(config, started=_STARTED)
-    return 0
-
-
-def _bench_ssm(arguments: argparse.Namespace) -> int:
-    from probjax.bench.ssm.config import SsmConfig, configs
-
-    wanted = configs(SsmConfig.given(arguments))
-    _choose_platform(wanted[0].device)
-    from probjax.bench.ssm.run import run_ssm
-
-    run_ssm(wanted, started=_STARTED)
-    return 0
-
-
-def _bench_recurrence(arguments: argparse.Namespace) -> int:
-    from probjax.bench.recurrence.config import RecurrenceConfig, configs
-
-    wanted = configs(RecurrenceConfig.given(arguments))
-    _choose_platform(wanted[0].device)
-    from probjax.bench.recurrence.run import run_recurrence
-
-    run_recurrence(wanted, started=_STARTED)
+    suite = SUITES[arguments.suite]
+    wanted = load(suite.configs)(config_class(arguments.suite).given(arguments))
+    if wanted[0].device is not None:
+        _choose_platform(wanted[0].device)
+    load(suite.run)(wanted if len(wanted) > 1 else wanted[0], started=_STARTED)
     return 0
 
 

@@ -256,7 +256,7 @@ class TestRoles:
             for t in (128, 512)
         ]
         suite = only_suite(rows)
-        assert (suite["x"], suite["series"], suite["down"]) == ("tokens", "attention", "op")
+        assert (suite["x"], suite["series"], suite["down"]) == ("tokens", "impl", "op")
 
     def test_alternatives_without_a_length_become_dots(self):
         rows = [

@@ -98,10 +98,11 @@ class TestRun:
         for row in data["results"]:
             assert row["status"] == "ok"
             named = {"variant"} if "variant" in row else set()
+            named |= {"grad_err"} if row["op"] == "train_step" else set()
             assert set(row) == SEED_COLUMNS | OURS | named
             assert row["finite"] is True
             assert 0 < row["q1_ms"] <= row["median_ms"] <= row["q3_ms"]
-            assert 0 <= row["rel_err"] < 1e-5
+            assert 0 <= row["rel_err"] < 1e-5 and row.get("grad_err", 0) < 1e-5
 
     def test_memory_columns_count_parameters_and_state(self, path):
         for row in load(path)["results"]:

@@ -250,6 +250,9 @@ def test_errors():
         make()(np.zeros((B, L, D), np.int32))
     with pytest.raises(TypeError, match="mask"):
         make()(x, mask=np.ones(L))
+    for state, name in (((), "state: got"), (make().init_state(B + 1), "state")):
+        with pytest.raises(ValueError, match=name):
+            make()(x, state=state)
     both = make(direction="bidirectional")
     for call in (
         lambda: both.init_state(B),

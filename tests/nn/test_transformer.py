@@ -435,6 +435,10 @@ def test_errors():
     x = normal((B, L, D))
     with pytest.raises(ValueError, match="x: got shape"):
         make()(x[..., :3])
+    with pytest.raises(TypeError, match="int32"):
+        make()(np.ones(x.shape, np.int32))
+    with pytest.raises(ValueError, match="no blocks"):
+        make(0).init_cache(B, L)
     with pytest.raises(ValueError, match="condition: got an array, want None"):
         make()(x, condition=x[:, 0])
     with pytest.raises(ValueError, match="condition: got None"):

@@ -4,20 +4,34 @@ from typing import Any
 
 __all__ = [
     "AttentionConfig",
+    "DiffusionConfig",
+    "MoeConfig",
     "RecurrenceConfig",
+    "RematConfig",
+    "ScanRematConfig",
     "SsmConfig",
+    "TransformerConfig",
+    "UnetConfig",
     "read_results",
     "run_attention",
+    "run_network",
     "run_recurrence",
     "run_ssm",
 ]
 
 _HOMES = {
     "AttentionConfig": "probjax.bench.attention.config",
+    "DiffusionConfig": "probjax.bench.transformer.config",
+    "MoeConfig": "probjax.bench.moe.config",
     "RecurrenceConfig": "probjax.bench.recurrence.config",
+    "RematConfig": "probjax.bench.remat.config",
+    "ScanRematConfig": "probjax.bench.scan_remat.config",
     "SsmConfig": "probjax.bench.ssm.config",
+    "TransformerConfig": "probjax.bench.transformer.config",
+    "UnetConfig": "probjax.bench.unet.config",
     "read_results": "probjax.bench.results",
     "run_attention": "probjax.bench.attention.run",
+    "run_network": "probjax.bench.network.run",
     "run_recurrence": "probjax.bench.recurrence.run",
     "run_ssm": "probjax.bench.ssm.run",
 }

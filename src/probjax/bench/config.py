@@ -201,6 +201,25 @@ def _argument(kind: Kind) -> Callable[[str], Any]:
     return parse
 
 
-def merge(presets: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return each preset's fields with the given ones on top: an explicit flag always wins."""
-    return [{**preset, **given} for preset in presets]
+class Preset(NamedTuple):
+    """A name for several configurations that are run one after the other."""
+
+    parts: Sequence[Mapping[str, Any]]
+    common: Mapping[str, Any] = {}
+
+
+def expand[C](make: Callable[..., C], presets: Mapping[str, Preset], given: Mapping[str, Any]) -> list[C]:
+    """Return the configurations that a set of fields stands for: one, or those of its preset.
+
+    Args:
+      make: a suite's configuration.
+      presets: the values of its field `preset`.
+      given: fields by name; what is given wins over the preset.
+
+    Returns:
+      Configurations, without duplicates, to be run one after the other into one file.
+    """
+    if given.get("preset") is None:
+        return [make(**given)]
+    chosen = presets[given["preset"]]
+    return list(dict.fromkeys(make(**{**chosen.common, **part, **given}) for part in chosen.parts))

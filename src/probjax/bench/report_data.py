@@ -29,31 +29,23 @@ _ROW_FACETS = ("mode", "op")
 _STAGES = {"fwd", "fwdbwd", "forward", "backward", "train_step"}
 # What a row says about itself, not what was measured or on which problem. `implementation` is what the row's
 # label chose.
-_BOOKKEEPING = {
-    "implementation",
-    "suite",
-    "tag",
-    "run",
-    "inner",
-    "samples",
-    "repeats",
-    "params",
-    "finite",
-    "threads",
-}
-_BOOKKEEPING |= {"status", "reason", "error", "note"}
+_BOOKKEEPING = {"implementation", "suite", "tag", "run", "inner", "samples", "repeats", "params", "finite"}
+_BOOKKEEPING |= {"threads", "status", "reason", "error", "note"}
 _BOOKKEEPING |= {"kernels", "device_source", "device_reason", "program_reason"}
 _GOOD_STATUS = {"ok", "measured", "done"}
 _PEERS = ("jax_xla", "torch_sdpa", "bare_jit", "none", "plain")
 # On a GPU the dense form is no peer to speak of.
 _PEERS_OF = {
     "dispatch": ("jax_cudnn", *_PEERS),
+    "moe": ("dense", *_PEERS),
     "recurrence": ("xla_associative", *_PEERS),
     "remat": ("xla_associative", *_PEERS),
     "ssm": ("xla_associative", *_PEERS),
 }
 # Suites that had one row per cell before they had peers: that row is what this label is now.
-_ONE_ROW = ("ssm",)
+_ONE_ROW = ("ssm", "unet")
+# And what a column was before there were several.
+_BEFORE = {"unet": ("model", "unet_narrow")}
 _OURS = "probjax_default"
 # Suites of several models, whose lengths are not points of one line.
 _NO_AXIS = ("remat",)
@@ -140,6 +132,11 @@ def cell_of(row: Row) -> dict[str, Any]:
     if suite_name(row) == "remat" and row.get("suite") not in (None, "remat"):
         cell["model"] = row["suite"]
         cell.setdefault("impl", row.get("attention") or _OURS)
+    elif (before := _BEFORE.get(suite_name(row))) is not None:
+        cell.setdefault(*before)
+    # Older files named the rows of a network by what they took for attention.
+    if cell.get("attention") is not None:
+        cell.setdefault("impl", cell["attention"])
     if row.get("suite") in _ONE_ROW:
         cell.setdefault("impl", _OURS)
     return cell

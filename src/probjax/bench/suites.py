@@ -35,35 +35,57 @@ _SUITES = {
         "probjax.bench.recurrence.torch_row:ReferencePeer",
     ),
     "ssm": _Home("probjax.bench.ssm.config:SsmConfig", "probjax.bench.ssm.suite:SsmSuite"),
+    "transformer": _Home(
+        "probjax.bench.transformer.config:TransformerConfig",
+        "probjax.bench.transformer.suite:TransformerSuite",
+        "probjax.bench.network.torch_row:TransformerPeer",
+    ),
+    "diffusion": _Home(
+        "probjax.bench.transformer.config:DiffusionConfig",
+        "probjax.bench.transformer.suite:TransformerSuite",
+    ),
+    "scan_remat": _Home(
+        "probjax.bench.scan_remat.config:ScanRematConfig",
+        "probjax.bench.scan_remat.suite:ScanRematSuite",
+    ),
+    "remat": _Home("probjax.bench.remat.config:RematConfig", "probjax.bench.remat.suite:RematSuite"),
+    "unet": _Home("probjax.bench.unet.config:UnetConfig", "probjax.bench.unet.suite:UnetSuite"),
+    "moe": _Home("probjax.bench.moe.config:MoeConfig", "probjax.bench.moe.suite:MoeSuite"),
 }
 
 
-def _load(path: str) -> Any:
+def load(path: str) -> Any:
+    """Return what ``MODULE:NAME`` names."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
+def config_class(name: str) -> Any:
+    """Return the class of a suite's configurations."""
+    return load(_SUITES[name].config)
+
+
 def suite_class(name: str) -> Any:
     """Return the class of a suite; it is made from a configuration and PyTorch's process or None."""
-    return _load(_SUITES[name].suite)
+    return load(_SUITES[name].suite)
 
 
 def _open_torch(name: str, configs: Sequence[Any]) -> Any:
-    """Start PyTorch's process where a row of it is wanted; its labels begin with ``torch_``."""
+    """Start PyTorch's process where a row of it is wanted; its labels begin with ``torch``."""
     peer, first = _SUITES[name].peer, configs[0]
-    wanted = any(impl.startswith("torch_") for config in configs for impl in config.impls)
-    return _load(peer)(first.torch_python, first.device) if peer and wanted else None
+    wanted = any(impl.startswith("torch") for config in configs for impl in config.impls)
+    return load(peer)(first.torch_python, first.device) if peer and wanted else None
 
 
 def open_suite(name: str, fields: dict[str, Any], torch: Any = None) -> tuple[Any, Any, Any]:
     """Return a suite, its configuration, and torch's process where a row needs one.
 
     Args:
-      name: ``attention``, ``dispatch``, ``recurrence`` or ``ssm``.
+      name: the suite's.
       fields: the configuration's fields.
       torch: torch's process where it runs already.
     """
-    config = _load(_SUITES[name].config)(**fields)
+    config = config_class(name)(**fields)
     torch = torch or _open_torch(name, [config])
     return suite_class(name)(config, torch), config, torch
 

@@ -18,8 +18,8 @@ Array = jax.Array
 
 DISPATCHES = ("sorted", "dense")
 
-TILE = 128
-"""Tokens of one product on CPUs; each expert's last tile is padded (docs/mixture-of-experts.md)."""
+FEWEST_ROWS, MOST_ROWS = 8, 512
+"""Tokens of one tile of products, see `tile_rows` and docs/models.md."""
 
 
 @jax.tree_util.register_dataclass
@@ -149,9 +149,9 @@ class MixtureOfExperts(nnx.Module):
         chosen, weights, routing = self._route(x, valid, key)
         dtype = jnp.promote_types(x.dtype, self.param_dtype) if self.dtype is None else self.dtype
         x = x.astype(dtype)
-        experts = tuple(p[...].astype(dtype) for p in (self.gate, self.up, self.down))
+        experts = tuple(p[...] for p in (self.gate, self.up, self.down))
         dropped = jnp.zeros((), jnp.float32)
-        if self.dispatch == "dense" or len(x) == 0:
+        if self.dispatch == "dense" or x.shape[0] == 0:
             y = self._dense(x, experts, chosen, weights)
         else:
             y, dropped = self._sparse(x, experts, chosen, weights)
@@ -175,7 +175,7 @@ class MixtureOfExperts(nnx.Module):
         if valid is not None:
             chosen = jnp.where(valid[:, None], chosen, E)
             weights = jnp.where(valid[:, None], weights, 0)
-        counted = jnp.ones(len(x), exact) if valid is None else valid.astype(exact)
+        counted = jnp.ones(x.shape[0], exact) if valid is None else valid.astype(exact)
         number = jnp.maximum(jnp.sum(counted), 1)
         fraction = jnp.sum(jax.nn.one_hot(chosen, E, dtype=exact), (0, 1)) / (number * self.num_selected)
         probability = counted @ jax.nn.softmax(logits, -1) / number
@@ -185,8 +185,8 @@ class MixtureOfExperts(nnx.Module):
         return chosen.T, weights.T, routing
 
     def _dense(self, x: Array, experts: tuple[Array, ...], chosen: Array, weights: Array) -> Array:
-        hidden = _glu(*(_all(x, w) for w in experts[:2]))
-        out = _batched(hidden, experts[2])
+        gate, up, down = (w.astype(x.dtype) for w in experts)
+        out = _batched(_glu(_all(x, gate), _all(x, up)), down)
         # (k, N, E) of a few: what each expert's result counts.
         share = jnp.sum(jax.nn.one_hot(chosen, self.num_experts, dtype=weights.dtype) * weights[..., None], 0)
         return jnp.einsum("end,ne->nd", out.astype(share.dtype), share)
@@ -209,49 +209,50 @@ class MixtureOfExperts(nnx.Module):
             keep = real & (rank < capacity)
             dropped = jnp.sum(real & ~keep) / jnp.maximum(jnp.sum(real), 1).astype(jnp.float32)
             slot = jnp.where(keep, expert * capacity + rank, E * capacity)
-            held = _put(x, token, slot, E * capacity).reshape(E, capacity, -1)
-            out = _batched(_glu(*(_batched(held, w) for w in experts[:2])), experts[2])
-            out = out.reshape(E * capacity, -1)
-            y = _get(out, slot)
+            held = _put(x, token, slot, E * capacity).reshape(E, capacity, self.features)
+            gate, up, down = (w.astype(x.dtype) for w in experts)
+            out = _batched(_glu(_batched(held, gate), _batched(held, up)), down)
+            y = _get(out.reshape(E * capacity, self.features), slot)
         else:
-            y = lax.platform_dependent(
-                x, token, expert, rank, real, sizes, *experts, cpu=_tiled, default=_ragged
-            )
+            y = _tiled(x, token, expert, rank, real, sizes, experts)
         y = jnp.sum(y.reshape(k, N, self.features).astype(weights.dtype) * weights[..., None], 0)
         return y, dropped
 
 
 def _tiled(
-    x: Array, token: Array, expert: Array, rank: Array, real: Array, sizes: Array, *experts: Array
+    x: Array, token: Array, expert: Array, rank: Array, real: Array, sizes: Array, kernels: tuple[Array, ...]
 ) -> Array:
     """Results (k N, D) of all assignments: tiles of tokens, each with a copy of its expert's kernels."""
-    E, M = len(sizes), len(token)
-    rows = min(TILE, max(M, 1))
-    count = M // rows + min(E, M)
+    E, M = sizes.shape[0], token.shape[0]
+    rows = tile_rows(M, E)
+    count = M // rows + (min(E, M) if isinstance(M, int) else E)
     # Tiles of each expert, and where they begin.
     tiles = -(-sizes // rows)
     begin = jnp.cumsum(tiles) - tiles
     slot = jnp.where(real, begin[expert] * rows + rank, count * rows)
     of_tile = jnp.searchsorted(jnp.cumsum(tiles), jnp.arange(count), side="right")
-    kernels = [w[jnp.minimum(of_tile, E - 1)] for w in experts]
+    # Rounded after the copy: the gradient adds up the tiles of an expert in the parameters' dtype.
+    gate, up, down = (w[jnp.minimum(of_tile, E - 1)].astype(x.dtype) for w in kernels)
     held = _put(x, token, slot, count * rows).reshape(count, rows, x.shape[-1])
-    out = _batched(_glu(*(_batched(held, w) for w in kernels[:2])), kernels[2])
+    out = _batched(_glu(_batched(held, gate), _batched(held, up)), down)
     return _get(out.reshape(count * rows, x.shape[-1]), slot)
 
 
-def _ragged(
-    x: Array, token: Array, expert: Array, rank: Array, real: Array, sizes: Array, *experts: Array
-) -> Array:
-    """The same by products of rows that are sorted by expert."""
-    slot = jnp.where(real, (jnp.cumsum(sizes) - sizes)[expert] + rank, len(token))
-    held = _put(x, token, slot, len(token))
-    gate, up = (lax.ragged_dot(held, w, sizes) for w in experts[:2])
-    return _get(lax.ragged_dot(_glu(gate, up), experts[2], sizes), slot)
+def tile_rows(assignments: Any, experts: int) -> int:
+    """Tokens of a tile: a power of two near half of what an expert gets, within bounds.
+
+    More and less is slower: each tile copies kernels, and the last one of each expert is padded.
+    """
+    # A symbolic number of tokens, as in an exported program, cannot be compared.
+    if not isinstance(assignments, int):
+        return MOST_ROWS // 4
+    near = 2 ** math.floor(math.log2(max(assignments / (2 * experts), 1)))
+    return min(max(near, FEWEST_ROWS), MOST_ROWS, assignments)
 
 
 def _put(x: Array, token: Array, slot: Array, count: int) -> Array:
     """Rows of x (N, D) at their slots, (count, D); the other slots are zero."""
-    source = jnp.full((count,), len(x), jnp.int32).at[slot].set(token, mode="drop", unique_indices=True)
+    source = jnp.full((count,), x.shape[0], jnp.int32).at[slot].set(token, mode="drop", unique_indices=True)
     return x.at[source].get(mode="fill", fill_value=0)
 
 

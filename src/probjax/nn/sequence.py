@@ -326,6 +326,12 @@ class SequenceModel(nnx.Module):
         return self.stack.gather([one, None] * self.num_layers)
 
     def _run(self, x: Array, state: Any, tokens: _Tokens, key: Array | None) -> tuple[Array, Any]:
+        if state is not None:
+            got, want = (str(jax.tree.structure(tree)) for tree in (state, self.init_state(())))
+            if got != want:
+                raise ValueError(
+                    f"state: got {got}, want {want}, as init_state and a call with return_state make it"
+                )
         mask = tokens.ahead["mask"]
 
         def hide(x: Array) -> Array:

@@ -197,7 +197,7 @@ class Transformer(nnx.Module):
       positions: None; "sinusoidal"; or "learned": a vector for each of `max_length` positions. Both are added
         to the inputs of the first block. Rotary and relative ones are the blocks' own: `rotary`,
         `relative_positions`.
-      max_length: most positions of "learned" ones.
+      max_length: most positions of "learned" ones; positions beyond give NaN.
       final_norm: whether a layer norm follows the last block.
       scan_layers: hold the parameters of all blocks in one array each, with a leading axis, and run them by
         `jax.lax.scan`: the program does not grow with their number. Values are the same.
@@ -307,10 +307,13 @@ class Transformer(nnx.Module):
 
         Raises:
           ValueError: for shapes that do not fit.
+          TypeError: for an `x` that is not floating.
         """
         x = jnp.asarray(x)
         if x.ndim < 2 or x.shape[-1] != self.in_features:
             raise ValueError(f"x: got shape {x.shape}, want (*B, L, {self.in_features})")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"x: got dtype {x.dtype}, want a floating one; embed tokens first, by nnx.Embed")
         x = self._positioned(x if self.embed is None else self.embed(x), positions, cache)
         if self.embed is None:
             x = x.astype(jnp.promote_types(x.dtype, self.param_dtype) if self.dtype is None else self.dtype)
@@ -359,5 +362,9 @@ class Transformer(nnx.Module):
         tokens in all.
         """
         batch = tuple(batch_shape) if isinstance(batch_shape, Sequence) else (batch_shape,)
+        if self.num_layers == 0:
+            raise ValueError(
+                "init_cache: this model has no blocks, want at least one to hold keys and values"
+            )
         block = self.stack.blocks[0]
         return self.stack.gather([block.attention.init_cache(batch, length)] * self.num_layers)

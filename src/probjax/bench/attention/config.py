@@ -15,7 +15,9 @@ from probjax.bench.config import (
     SIZE,
     TEXT,
     Config,
+    Preset,
     choice,
+    expand,
     names,
     option,
     parse_bytes,
@@ -198,35 +200,24 @@ _GPU: tuple[Mapping[str, Any], ...] = (
     {"variants": "bias,mask", "seqs": "4096,1024"},
     {"variants": "plain,causal", "seqs": "4096,1024,8192"},
 )
-_PARTS = {"quick": _QUICK, "reference": _REFERENCE, "gpu": _GPU}
-_COMMON: dict[str, Mapping[str, Any]] = {
-    "quick": {"budget": 150.0, "repeats": 7},
-    "reference": {},
-    "gpu": {
-        "device": "gpu",
-        "dtypes": "bfloat16",
-        "heads": 16,
-        "dims": "128",
-        "tokens": 16384,
-        "impls": GPU_IMPLS,
-        "repeats": 7,
-        "min_sample_ms": 10.0,
-        "workers": 4,
-    },
+_GPU_COMMON = {
+    "device": "gpu",
+    "dtypes": "bfloat16",
+    "heads": 16,
+    "dims": "128",
+    "tokens": 16384,
+    "impls": GPU_IMPLS,
+    "repeats": 7,
+    "min_sample_ms": 10.0,
+    "workers": 4,
+}
+_PRESETS = {
+    "quick": Preset(_QUICK, {"budget": 150.0, "repeats": 7}),
+    "reference": Preset(_REFERENCE),
+    "gpu": Preset(_GPU, _GPU_COMMON),
 }
 
 
 def configs(given: Mapping[str, Any]) -> list[AttentionConfig]:
-    """Return the configurations that a set of fields stands for: one, or those of its preset.
-
-    Args:
-      given: fields by name; what is given wins over the preset.
-
-    Returns:
-      Configurations, to be run one after the other into one file.
-    """
-    preset = given.get("preset")
-    if preset is None:
-        return [AttentionConfig(**given)]
-    parts = [AttentionConfig(**{**_COMMON[preset], **part, **given}) for part in _PARTS[preset]]
-    return list(dict.fromkeys(parts))
+    """Return the configurations that a set of fields stands for, see `config.expand`."""
+    return expand(AttentionConfig, _PRESETS, given)

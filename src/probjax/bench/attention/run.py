@@ -1,13 +1,11 @@
 """One run of the attention suite: from configurations to a result file and a table."""
 
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from probjax.bench.attention.cells import CELL_COLUMNS, VARIANTS
 from probjax.bench.attention.config import PEERS, AttentionConfig
@@ -17,6 +15,7 @@ from probjax.bench.machine import cores_used, device_header
 from probjax.bench.measure import Deadline
 from probjax.bench.parallel import Workers, run_suite
 from probjax.bench.results import ResultFile
+from probjax.bench.run import default_console, report_dropped, report_load, require_backend
 from probjax.bench.runner import Bar, CostModel, interruptible
 from probjax.bench.suites import open_peers
 from probjax.bench.table import print_list, print_reasons, print_rows, print_summary
@@ -54,7 +53,7 @@ def run_attention(
     console = console or default_console()
     first = configs[0]
     deadline = Deadline(first.budget, time.monotonic() if started is None else started)
-    _require_backend(first.device)
+    require_backend(first.device)
     path = Path(first.output or f"attention_{first.device}.json")
     with open_peers("attention", configs) as (torch, workers, hello):
         results = ResultFile(path, device_header(hello), append=first.append, key=_KEY)
@@ -62,31 +61,6 @@ def run_attention(
     report_dropped(console, dropped)
     report_load(console, results.load_average)
     return path
-
-
-def open_torch(python: str | None, impls: Sequence[str], device: str) -> TorchPeer | None:
-    """Return PyTorch's process where a row of it is wanted."""
-    return TorchPeer(python, device) if any(impl.startswith("torch_") for impl in impls) else None
-
-
-def default_console() -> Console:
-    """Return a console on standard output that is wide enough for the table also when that is no terminal."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=140)
-
-
-def _require_backend(device: str) -> None:
-    import jax
-
-    if device == "gpu":
-        # Other processes use the same GPU: none may take all of its memory.
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if jax.default_backend() != device:
-        name = "cuda" if device == "gpu" else device
-        raise ValueError(
-            f"device: got {device!r}, but JAX's default backend is {jax.default_backend()!r}:"
-            f" set JAX_PLATFORMS={name} before JAX starts"
-        )
 
 
 def _measure(
@@ -165,23 +139,3 @@ def _print(console: Console, results: ResultFile, device: str) -> None:
         if found:
             print_list(console, found, title=section, columns=columns)
             print_reasons(console, [row for row in found if row["status"] == "unavailable"])
-
-
-def report_load(console: Console, load: list[float] | None) -> None:
-    """Say so when something else used the machine: ratios then hold less well than the quartiles suggest."""
-    if load is not None and load[0] > 0.5 * cores_used():
-        console.print(
-            f"the machine was busy: load average {load[0]:.1f} on {cores_used()} cores before the run;"
-            " times are noisy and ratios less certain",
-            style="yellow",
-        )
-
-
-def report_dropped(console: Console, dropped: Sequence[dict[str, Any]]) -> None:
-    if not dropped:
-        return
-    console.print(f"{len(dropped)} cells were dropped, since the time budget ran out:", style="yellow")
-    for cell in dropped:
-        named = ("section", "impl", "variant", "causal", "mode", "dtype", "head_dim", "seq")
-        parts = " ".join(f"{name} {cell[name]}" for name in named if name in cell)
-        console.print(Text(f"  {parts}: {cell['reason']}", "yellow"))

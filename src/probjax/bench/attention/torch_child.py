@@ -303,8 +303,12 @@ def expand(by_distance: Any) -> Any:
     return by_distance.unfold(1, length, 1).flip(1).contiguous()
 
 
-def main() -> None:
-    """Serve requests until the input ends."""
+def main(server_class: Any = Server) -> None:
+    """Serve requests until the input ends.
+
+    Args:
+      server_class: whose methods are the operations; another suite's child has a subclass of `Server`.
+    """
     # Answers go to the old standard output; whatever a library prints goes to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -312,7 +316,7 @@ def main() -> None:
     import numpy
     import torch
 
-    server = Server(torch, numpy)
+    server = server_class(torch, numpy)
     gc.disable()
     for line in sys.stdin:
         request = json.loads(line)

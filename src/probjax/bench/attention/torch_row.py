@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def torch_interpreter(given: str | None) -> str:
 
 
 def start(
-    python: str, *, threads: int, pause: bool = True, device: str = "cpu"
+    python: str, *, threads: int, pause: bool = True, device: str = "cpu", script: str = SCRIPT
 ) -> tuple[Child, dict[str, Any]]:
     """Start the child process.
 
@@ -71,6 +71,7 @@ def start(
       threads: how many threads torch may use.
       pause: stop the process between requests.
       device: ``cpu`` or ``cuda``.
+      script: what the process runs.
 
     Returns:
       The child, and what it says of itself.
@@ -78,7 +79,7 @@ def start(
     Raises:
       Unavailable: when it does not start.
     """
-    child = Child([python, SCRIPT], env=_environment(python), pause=pause)
+    child = Child([python, script], env=_environment(python), pause=pause)
     try:
         return child, child.request(_START_S, op="hello", threads=threads, device=device)
     except (Failed, Unavailable) as error:
@@ -139,6 +140,8 @@ class TorchPeer:
       reason: why it is unavailable.
     """
 
+    script = SCRIPT
+
     def __init__(self, given: str | None, device: str = "cpu") -> None:
         self._given = given
         self._device = "cuda" if device == "gpu" else "cpu"
@@ -164,7 +167,9 @@ class TorchPeer:
                 raise Unavailable(f"the torch process died {self._starts} times in this run")
             self._starts += 1
             python = torch_interpreter(self._given)
-            self._child, self.hello = start(python, threads=cores_used(), device=self._device)
+            self._child, self.hello = start(
+                python, threads=cores_used(), device=self._device, script=self.script
+            )
         return self._child
 
     def _retire(self) -> None:
@@ -201,17 +206,6 @@ class TorchPeer:
                 self._forget()
         assert self.hello is not None
 
-        def run(repetitions: int) -> float:
-            before = time.process_time()
-            seconds = child.request(_CALL_S, op="run", n=repetitions, **case)["seconds"]
-            self._waiting += time.process_time() - before
-            self._ran += seconds
-            return seconds
-
-        def release() -> None:
-            with contextlib.suppress(Failed):
-                child.request(_LOAD_S, op="drop", **case)
-
         precision = self.hello["precision"] if self._device == "cpu" else cell.precision
         columns = {
             "compile_s": first["seconds"],
@@ -220,13 +214,76 @@ class TorchPeer:
         }
         return Prepared(
             impl,
-            run,
+            self._runner(child, case),
             columns,
             result=lambda: self._result(child, case, wanted),
-            release=release,
+            release=lambda: self._drop(child, case),
             wall="wall" in wanted.times,
             device=self._device_timer(child, case, cell) if "device" in wanted.times else None,
         )
+
+    def serve(
+        self,
+        impl: str,
+        arrays: Mapping[str, np.ndarray],
+        load: Mapping[str, Any],
+        *,
+        arrange: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] = lambda found: found,
+    ) -> tuple[Prepared, float]:
+        """Load a case of another suite into the child and call it once.
+
+        Args:
+          impl: the row label.
+          arrays: what the child reads from a file.
+          load: the rest of the request to load them.
+          arrange: what is done to the results.
+
+        Returns:
+          The row, without columns, and the seconds of the first call.
+
+        Raises:
+          Unavailable: without torch.
+          Failed: when the child does not do it.
+        """
+        if self.reason:
+            raise Unavailable(self.reason)
+        child = self._ensure()
+        self._cases += 1
+        case = {"case": self._cases}
+        path = Path(self._folder.name) / f"inputs{self._cases}.npz"
+        np.savez(path, **arrays)  # type: ignore[arg-type]
+        try:
+            child.request(_LOAD_S, op="load", path=str(path), **load, **case)
+            first = child.request(_CALL_S, op="first", **case)["seconds"]
+        finally:
+            path.unlink(missing_ok=True)
+
+        def result() -> dict[str, np.ndarray]:
+            child.request(_LOAD_S, op="result", path=str(path), **case)
+            try:
+                with np.load(path) as file:
+                    return arrange({name: file[name] for name in file.files})
+            finally:
+                path.unlink(missing_ok=True)
+
+        ready = Prepared(
+            impl, self._runner(child, case), result=result, release=lambda: self._drop(child, case)
+        )
+        return ready, first
+
+    def _runner(self, child: Child, case: dict[str, int]) -> Callable[[int], float]:
+        def run(repetitions: int) -> float:
+            before = time.process_time()
+            seconds = child.request(_CALL_S, op="run", n=repetitions, **case)["seconds"]
+            self._waiting += time.process_time() - before
+            self._ran += seconds
+            return seconds
+
+        return run
+
+    def _drop(self, child: Child, case: dict[str, int]) -> None:
+        with contextlib.suppress(Failed):
+            child.request(_LOAD_S, op="drop", **case)
 
     def _inputs(self, cell: AttentionCell, inputs: dict[str, np.ndarray]) -> Path:
         """Return the file with the inputs; on a GPU, where many rows share them, that of the last call."""

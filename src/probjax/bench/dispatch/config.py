@@ -1,5 +1,6 @@
 """The configuration of the suite `dispatch`; its defaults are the grid of the reference file."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,3 +130,8 @@ class DispatchConfig(Config):
             for causal in self.causal
             for mode in self.modes
         ]
+
+
+def configs(given: Mapping[str, Any]) -> list[DispatchConfig]:
+    """Return the one configuration that a set of fields stands for; this suite has no presets."""
+    return [DispatchConfig(**given)]

@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console
 
-from probjax.bench.attention.run import default_console, report_dropped, report_load
 from probjax.bench.dispatch.cells import CELL_COLUMNS
 from probjax.bench.dispatch.config import DispatchConfig
 from probjax.bench.dispatch.find_max import columns, find_max, groups
@@ -18,6 +17,7 @@ from probjax.bench.machine import cores_used, device_header
 from probjax.bench.measure import Deadline
 from probjax.bench.parallel import run_suite
 from probjax.bench.results import ResultFile
+from probjax.bench.run import default_console, report_dropped, report_load
 from probjax.bench.runner import Bar, CostModel, interruptible
 from probjax.bench.suites import open_peers
 from probjax.bench.table import print_list, print_reasons, print_rows

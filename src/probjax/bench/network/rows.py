@@ -1,7 +1,7 @@
 """The programs of a network, forward and one train step, made ready to be timed."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,11 @@ import numpy as np
 
 from probjax.bench.measure import Prepared, Unavailable
 from probjax.bench.network.program import Program, caller, compile_program
+from probjax.train.step import plain_step
 
 LEARNING_RATE = 1e-3
+_FIRST_DECAY = 0.9
+_SEED = 20261201
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,36 @@ class Network:
         """The number of arrays that hold them."""
         return len(jax.tree.leaves(self.parameters))
 
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """The parameters as a list."""
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(self.parameters)]
+
+    def tree(self, leaves: Sequence[np.ndarray]) -> Any:
+        """Return such a list nested by the parameters' names."""
+        from flax import nnx
+
+        return nnx.to_pure_dict(jax.tree.unflatten(jax.tree.structure(self.parameters), leaves))
+
 
 def mean_square(y: jax.Array) -> jax.Array:
     """The loss of every suite of networks."""
     return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+
+def direction(index: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the fixed random direction of leaf `index` of the parameters that gradients are compared in."""
+    return np.random.default_rng([_SEED, index]).standard_normal(shape, np.float32)
+
+
+def along(gradients: Any) -> tuple[float, float]:
+    """Return the slope of the loss along `direction` by these gradients, and their norm."""
+    slope = square = 0.0
+    for index, leaf in enumerate(jax.tree.leaves(gradients)):
+        array = np.asarray(leaf, np.float64)
+        slope += float(np.vdot(array, direction(index, array.shape)))
+        square += float(np.vdot(array, array))
+    return slope, square**0.5
 
 
 def prepare(
@@ -65,7 +94,8 @@ def prepare(
       memory_limit: see `Program.require`.
 
     Returns:
-      The row; its results are `y`, or `loss` (before the step) and `finite` (of the parameters after it).
+      The row; its results are `y`, or `loss` (before the step), `finite` (of the parameters after it), and
+      `slope` and `norm`, see `along`.
 
     Raises:
       Unavailable: without optax.
@@ -94,7 +124,10 @@ def prepare(
         *new, loss = jax.block_until_ready(program.call(*start, *network.inputs))
         first = time.perf_counter() - begin
         finite = all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(new))
-        kept = {"loss": np.asarray(loss), "finite": np.asarray(finite)}
+        # Adam's first moment is zero at first: after one step it is a share of the gradients.
+        slope, norm = (value / (1 - _FIRST_DECAY) for value in along(new[1][0].mu))
+        found = {"loss": loss, "finite": finite, "slope": slope, "norm": norm}
+        kept = {name: np.asarray(value) for name, value in found.items()}
         if donate:
             run = _chained(program.call, tuple(new), network.inputs, wait=device == "cpu")
         else:
@@ -118,15 +151,15 @@ def train_step(network: Network) -> tuple[Callable[..., Any], Any]:
         import optax
     except ImportError as error:
         raise Unavailable(f"optax cannot be imported ({error}): install optax") from None
-    optimizer = optax.adam(LEARNING_RATE)
+    optimizer = optax.adam(LEARNING_RATE, b1=_FIRST_DECAY)
 
-    def loss_of(parameters: Any, *inputs: jax.Array) -> jax.Array:
+    def loss_of(parameters: Any, inputs: tuple[jax.Array, ...], key: None) -> jax.Array:
         return mean_square(network.apply(parameters, *inputs))
 
+    update = plain_step(loss_of, optimizer)
+
     def step(parameters: Any, state: Any, *inputs: jax.Array) -> Any:
-        loss, gradients = jax.value_and_grad(loss_of)(parameters, *inputs)
-        updates, state = optimizer.update(gradients, state, parameters)
-        return optax.apply_updates(parameters, updates), state, loss
+        return update(parameters, state, inputs)[:3]
 
     return step, optimizer.init(network.parameters)
 

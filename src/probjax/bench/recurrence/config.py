@@ -15,7 +15,9 @@ from probjax.bench.config import (
     TEXT,
     Config,
     Kind,
+    Preset,
     choice,
+    expand,
     names,
     option,
 )
@@ -129,36 +131,21 @@ class RecurrenceConfig(Config):
         return [{"channels": heads * width, "state": self.state, "heads": heads} for heads, width in shapes]
 
 
-_PARTS: dict[str, tuple[Mapping[str, Any], ...]] = {
-    "quick": ({"seqs": "256"},),
-    "reference": ({}, {"dtypes": "bfloat16", "seqs": "1024"}),
-    "gpu": ({},),
+_GPU = {
+    "device": "gpu",
+    "seqs": "1024,2048,4096,8192,16384",
+    "impls": "probjax_default,probjax_scan,xla_associative,jax_linear_attention",
+    "slow_max_seq": 16384,
+    "times": "wall,device",
+    "min_sample_ms": 10.0,
 }
-_COMMON: dict[str, Mapping[str, Any]] = {
-    "quick": {"budget": 150.0, "repeats": 5},
-    "reference": {},
-    "gpu": {
-        "device": "gpu",
-        "seqs": "1024,2048,4096,8192,16384",
-        "impls": "probjax_default,probjax_scan,xla_associative,jax_linear_attention",
-        "slow_max_seq": 16384,
-        "times": "wall,device",
-        "min_sample_ms": 10.0,
-    },
+_PRESETS = {
+    "quick": Preset(({"seqs": "256"},), {"budget": 150.0, "repeats": 5}),
+    "reference": Preset(({}, {"dtypes": "bfloat16", "seqs": "1024"})),
+    "gpu": Preset(({},), _GPU),
 }
 
 
 def configs(given: Mapping[str, Any]) -> list[RecurrenceConfig]:
-    """Return the configurations that a set of fields stands for: one, or those of its preset.
-
-    Args:
-      given: fields by name; what is given wins over the preset.
-
-    Returns:
-      Configurations, to be run one after the other into one file.
-    """
-    preset = given.get("preset")
-    if preset is None:
-        return [RecurrenceConfig(**given)]
-    parts = [RecurrenceConfig(**{**_COMMON[preset], **part, **given}) for part in _PARTS[preset]]
-    return list(dict.fromkeys(parts))
+    """Return the configurations that a set of fields stands for, see `config.expand`."""
+    return expand(RecurrenceConfig, _PRESETS, given)

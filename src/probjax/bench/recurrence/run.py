@@ -6,9 +6,9 @@ from typing import Any
 
 from rich.console import Console
 
-from probjax.bench.network.run import run
 from probjax.bench.recurrence.cells import CELL_COLUMNS, OPS
 from probjax.bench.recurrence.config import PEERS, RecurrenceConfig
+from probjax.bench.run import run
 from probjax.bench.table import print_reasons, print_rows, print_summary
 
 _KEY = ("tag", "impl", "suite", *CELL_COLUMNS)
@@ -21,7 +21,7 @@ def run_recurrence(
     console: Console | None = None,
     started: float | None = None,
 ) -> Path:
-    """Measure the recurrences, write a result file and print a table; see `network.run.run`."""
+    """Measure the recurrences, write a result file and print a table; see `bench.run.run`."""
     configs = [configs] if isinstance(configs, RecurrenceConfig) else list(configs)
     return run("recurrence", configs, key=_KEY, print_tables=print_tables, console=console, started=started)
 

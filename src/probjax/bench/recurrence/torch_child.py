@@ -7,9 +7,6 @@ Python per token. Shapes: x, dt, cotangent (batch, channels, length); A (channel
 length); D (channels,).
 """
 
-import gc
-import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,10 +16,9 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent / "attention")
 # That folder is no package to this interpreter, nor to the type checker.
 from torch_child import (  # type: ignore[import-not-found]  # noqa: E402
     Case,
-    Refused,
     Server,
-    die_with_parent,
     give_back_memory,
+    main,
 )
 
 _OPERANDS = ("x", "dt", "A", "B", "C", "D")
@@ -30,7 +26,7 @@ _EXACT = ("A", "D")
 
 
 class LoopServer(Server):
-    """The loaded cases and the operations on them; all but loading and writing are the attention suite's."""
+    """The loaded cases and the operations on them; all but loading are the attention suite's."""
 
     def load(self, path: str, mode: str, dtype: str, case: int = 0) -> dict[str, Any]:
         """Read the inputs of a case."""
@@ -58,14 +54,6 @@ class LoopServer(Server):
         give_back_memory()
         return {}
 
-    def result(self, path: str, case: int = 0) -> dict[str, Any]:
-        """Write the last outputs."""
-        outputs = self.cases[case].outputs
-        self.numpy.savez(
-            path, **{name: array.detach().float().cpu().numpy() for name, array in outputs.items()}
-        )
-        return {}
-
 
 def selective_scan(torch: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any) -> Any:
     """The loop; y (batch, channels, length) in the dtype of x, everything between in float32."""
@@ -83,28 +71,5 @@ def selective_scan(torch: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any) 
     return (torch.stack(outputs, 2) + u * D[:, None]).to(x.dtype)
 
 
-def main() -> None:
-    """Serve requests until the input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    die_with_parent(int(sys.argv[1]))
-    import numpy
-    import torch
-
-    server = LoopServer(torch, numpy)
-    gc.disable()
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer: dict[str, Any]
-        try:
-            answer = getattr(server, request.pop("op"))(**request)
-        except Refused as error:
-            answer = {"error": str(error), "unavailable": True}
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-
 if __name__ == "__main__":
-    main()
+    main(LoopServer)

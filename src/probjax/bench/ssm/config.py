@@ -3,10 +3,10 @@
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from probjax.bench.config import INTEGER, INTS, choice, names, option
-from probjax.bench.network.config import NetworkConfig
+from probjax.bench.config import INTEGER, INTS, Preset, choice, expand, names, option
+from probjax.bench.network.config import ProgramConfig, also, cell_columns
 
 CELLS = ("mamba", "ssd", "lru")
 IMPLS = ("probjax_default", "probjax_scan", "xla_associative")
@@ -63,19 +63,19 @@ class SsmCell:
 
     def columns(self) -> dict[str, Any]:
         """The result columns that name this cell."""
-        named = {"suite": "ssm", **{name: getattr(self, name) for name in CELL_COLUMNS[1:]}}
-        if self.variant is None:
-            del named["variant"]
-        return named
+        return cell_columns(self, "ssm", CELL_COLUMNS)
 
 
 @dataclass(frozen=True)
-class SsmConfig(NetworkConfig):
+class SsmConfig(ProgramConfig):
     """What `probjax bench ssm` measures; every field is also a flag and a key of the JSON header."""
+
+    SUITE: ClassVar[str] = "ssm"
 
     cells: tuple[str, ...] = option(CELLS, names(*CELLS), f"recurrent cells out of {', '.join(CELLS)}")
     ssm_tokens: tuple[int, ...] = option((256, 1024), INTS, "lengths of the sequences; --tokens is the same")
     model_dim: int = option(128, INTEGER, "channels between the blocks, and size of the state")
+    layers: int = option(4, INTEGER, "blocks")
     impls: tuple[str, ...] = option(IMPLS, names(*IMPLS), f"rows out of {', '.join(IMPLS)}")
     preset: str | None = option(
         None,
@@ -88,18 +88,7 @@ class SsmConfig(NetworkConfig):
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """Add one flag per field, and --tokens, the name of the column."""
         super().add_arguments(parser)
-        parser.add_argument(
-            "--tokens",
-            dest="ssm_tokens",
-            type=INTS.parse,
-            default=argparse.SUPPRESS,
-            metavar=INTS.metavar,
-            help="the same as --ssm-tokens",
-        )
-
-    def header(self) -> dict[str, Any]:
-        """Return the header, with the key that names the suite in the reference file."""
-        return {"suites": ["ssm"], **super().header()}
+        also(parser, "--tokens", "ssm_tokens", INTS)
 
     def grid(self) -> list[SsmCell]:
         """Return the cells to measure; those that share a model and inputs follow each other."""
@@ -127,21 +116,9 @@ _QUICK: tuple[Mapping[str, Any], ...] = (
     {"variants": "none", "ssm_tokens": "256"},
     {"variants": "remat", "ssm_tokens": "256", "impls": "probjax_default"},
 )
-_PARTS = {"quick": _QUICK, "reference": _REFERENCE}
-_COMMON: dict[str, Mapping[str, Any]] = {"quick": {"budget": 150.0, "repeats": 5}, "reference": {}}
+_PRESETS = {"quick": Preset(_QUICK, {"budget": 150.0, "repeats": 5}), "reference": Preset(_REFERENCE)}
 
 
 def configs(given: Mapping[str, Any]) -> list[SsmConfig]:
-    """Return the configurations that a set of fields stands for: one, or those of its preset.
-
-    Args:
-      given: fields by name; what is given wins over the preset.
-
-    Returns:
-      Configurations, to be run one after the other into one file.
-    """
-    preset = given.get("preset")
-    if preset is None:
-        return [SsmConfig(**given)]
-    parts = [SsmConfig(**{**_COMMON[preset], **part, **given}) for part in _PARTS[preset]]
-    return list(dict.fromkeys(parts))
+    """Return the configurations that a set of fields stands for, see `config.expand`."""
+    return expand(SsmConfig, _PRESETS, given)

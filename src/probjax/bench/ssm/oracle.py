@@ -24,13 +24,14 @@ def reference(parameters: Tree, x: np.ndarray, *, cell: str) -> np.ndarray:
     """
     run = {"mamba": _mamba, "ssd": _ssd, "lru": _lru}[cell]
     h = _linear(parameters["embed"], np.asarray(x, np.float64))
-    for index in range(len(parameters["blocks"])):
-        block = parameters["blocks"][index]
-        z = _norm(block["cell_norm"], _norm(block["norm"], h))
-        y = _gelu(run(block["cell"], z[:, ::-1])[:, ::-1] if index % 2 else run(block["cell"], z))
-        h = h + _linear(block["value"], y) / (1 + np.exp(-_linear(block["gate"], y)))
-        inner = _gelu(_linear(block["mlp_in"], _norm(block["mlp_norm"], h)))
-        h = h + _gelu(_linear(block["mlp_out"], inner))
+    halves = parameters["stack"]["blocks"]
+    for index in range(len(halves) // 2):
+        mixer, feed = halves[2 * index], halves[2 * index + 1]
+        z = _norm(mixer["cell_norm"], _norm(mixer["norm"], h))
+        y = _gelu(run(mixer["cell"], z[:, ::-1])[:, ::-1] if index % 2 else run(mixer["cell"], z))
+        h = h + _linear(mixer["value"], y) / (1 + np.exp(-_linear(mixer["gate"], y)))
+        layers = feed["mlp"]["layers"]
+        h = h + _gelu(_linear(layers[1], _gelu(_linear(layers[0], _norm(feed["norm"], h)))))
     return _linear(parameters["head"], _norm(parameters["norm"], h))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from probjax.bench.network.run import run
+from probjax.bench.run import run
 from probjax.bench.ssm.config import CELL_COLUMNS, CELLS, PEERS, SsmConfig
 from probjax.bench.table import print_reasons, print_rows, print_summary
 
@@ -20,7 +20,7 @@ def run_ssm(
     console: Console | None = None,
     started: float | None = None,
 ) -> Path:
-    """Measure stacks of recurrent cells, write a result file and print a table; see `network.run.run`."""
+    """Measure stacks of recurrent cells, write a result file and print a table; see `bench.run.run`."""
     configs = [configs] if isinstance(configs, SsmConfig) else list(configs)
     return run("ssm", configs, key=_KEY, print_tables=print_tables, console=console, started=started)
 
