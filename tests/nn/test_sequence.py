@@ -41,6 +41,10 @@ CELLS = {
 }
 
 
+QUICK = ("lru", "mamba block")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CELLS if name not in QUICK]
+
+
 def make(cell="lru", layers=3, seed=0, **config):
     config = {"glu": "block" not in cell, **config}
     return stirred(SequenceModel(D, layers, CELLS[cell], **config, rngs=nnx.Rngs(seed)))
@@ -60,7 +64,7 @@ def test_values(cell):
     close(model(x), reference(tree(model), x, cell=cell))
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", [*QUICK, *SLOW])
 def test_parts_and_tokens(cell):
     model, x = make(cell, in_features=3, out_features=5), normal((B, L, 3))
     ids = np.cumsum(np.arange(L) % 5 == 4)
@@ -93,7 +97,9 @@ def test_scanned_models_carry_states(scan):
 
 
 @pytest.mark.parametrize("direction", ["forward", "alternating", "bidirectional"])
-@pytest.mark.parametrize("cell", ["lru", "mamba block", "rglru block"])
+@pytest.mark.parametrize(
+    "cell", ["lru", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mamba block", "rglru block"))]
+)
 def test_documents_do_not_see_each_other(cell, direction):
     model = make(cell, layers=2, direction=direction)
     x = normal((L, D))
@@ -144,7 +150,7 @@ def test_scanned_is_unrolled(direction):
         SequenceModel(D, 3, LRUCell, direction="alternating", scan_layers=True, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("cell", ["lru", "mamba"])
+@pytest.mark.parametrize("cell", ["lru", pytest.param("mamba", marks=pytest.mark.slow)])
 def test_remat_changes_memory_only(cell):
     x = normal((4, 128, D))
     values, temps = {}, {}
@@ -166,13 +172,14 @@ def test_gradients(x64):
     check_gradient(lambda p: jnp.sum(jnp.sin(apply(*p))), (state, normal((B, L, D)).astype(np.float64)))
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", [*QUICK, *SLOW])
 def test_a_step_changes_every_parameter(cell):
     assert not after_a_step(
         make(cell, in_features=3, out_features=2, direction="bidirectional"), normal((B, L, 3))
     )
 
 
+@pytest.mark.slow
 def test_transformations():
     model, x = make("mamba", layers=2, scan_layers=True), normal((B, L, D))
     apply, state = pure(model)
@@ -197,7 +204,7 @@ def test_dropout():
     close(remat(model)(x, dropout_key=keys[0]), once)
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", [*QUICK, *SLOW])
 def test_half_types_are_kept(cell):
     x = normal((B, L, D))
     half, exact = make(cell, dtype=jnp.bfloat16), make(cell)
@@ -265,6 +272,7 @@ def test_errors():
     assert make()(x[:, :0]).shape == (B, 0, D)
 
 
+@pytest.mark.slow
 def test_with_the_flags_of_tree_mode():
     """The same tests in a process with Flax's graph mode off."""
     flags = {"NNX_GRAPH_MODE": "false", "NNX_GRAPH_UPDATES": "false"}

@@ -346,7 +346,7 @@ def test_no_compilation_twice():
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_transformations(scan):
     model = make_diffusion(scan_layers=scan, remat="full")
     x, t = normal((B, L, 3)), np.array([0.2, 0.7], np.float32)
@@ -398,7 +398,7 @@ def test_dropout_differs_between_layers_and_operations():
 
 def test_half_types_are_kept():
     x, t = normal((B, L, 3)), np.array([0.2, 0.7], np.float32)
-    for scan in (False, True):
+    for scan in (True,):
         exact, half = (make_diffusion(scan_layers=scan, dtype=d) for d in (None, jnp.bfloat16))
         assert half(x, t).dtype == half(x.astype(jnp.bfloat16), t.astype(jnp.bfloat16)).dtype == jnp.bfloat16
         assert np.abs(np.float32(half(x, t)) - exact(x, t)).max() < 0.05 * np.abs(exact(x, t)).max()

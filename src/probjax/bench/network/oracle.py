@@ -4,7 +4,7 @@ It shares no code with the models; of them it takes the parameters' names. Stack
 model are taken apart first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -127,24 +127,3 @@ def _flat(layer: Tree, features: int) -> dict[str, np.ndarray]:
         "kernel": _array(layer["kernel"]).reshape(features, features),
         "bias": _array(layer["bias"]).ravel(),
     }
-
-
-def slope(
-    loss: Any, leaves: Sequence[np.ndarray], direction: Sequence[np.ndarray], *, step: float = 1e-4
-) -> float:
-    """Return the slope of a loss along a direction, by central differences in float64.
-
-    Args:
-      loss: f(leaves), exact.
-      leaves: the parameters.
-      direction: of the same shapes.
-      step: how far to go, relative to the direction.
-    """
-    values = []
-    for sign in (1, -1):
-        moved = [
-            np.asarray(leaf, np.float64) + sign * step * way
-            for leaf, way in zip(leaves, direction, strict=True)
-        ]
-        values.append(loss(moved))
-    return (values[0] - values[1]) / (2 * step)
