@@ -210,6 +210,10 @@ class TestOddRows:
         assert found[1]["where"] == ["head_dim 64; dtype float32; seq 128, 256"]
         plotted = [point for suite in suites([ReportFile("a.json", rows)]) for point in suite["points"]]
         assert len(plotted) == len(attention_rows())
+        # What a later run has measured is not left out.
+        later = [*rows, {**attention_rows()[0], "mode": "fwd", "seq": 2048}]
+        found = problems([ReportFile("a.json", later, runs=[left_out])])
+        assert (found[0]["label"], found[0]["count"]) == ("left out", 2)
 
 
 class TestRoles:

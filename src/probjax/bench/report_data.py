@@ -185,6 +185,8 @@ def problems(files: Sequence[ReportFile]) -> list[dict[str, Any]]:
 
     for number, file in enumerate(files):
         for cell in (cell for run in file.runs for cell in run.get("dropped") or ()):
+            if _measured(cell, file.rows):  # by a later run
+                continue
             label = str(cell.get("impl", "left out"))
             add(number, str(cell.get("section", "")), label, str(cell.get("reason")), cell_of(cell))
         for row in file.rows:
@@ -203,6 +205,14 @@ def problems(files: Sequence[ReportFile]) -> list[dict[str, Any]]:
         }
         for key, cells in grouped.items()
     ]
+
+
+def _measured(cell: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> bool:
+    named = {name: value for name, value in cell.items() if name not in ("reason", "section")}
+    return any(
+        all(row.get(name) == value for name, value in named.items()) and not problem_reason(row)
+        for row in rows
+    )
 
 
 def _where(cells: Sequence[Mapping[str, Any]]) -> list[str]:
