@@ -195,7 +195,14 @@ class RecurrentModule(nnx.Module):
         self, x: Array, state: State | None, tokens: Tokens, batch: tuple[int, ...]
     ) -> tuple[Array, State]:
         if state is None:
-            state = self._zeros(batch, x.dtype)
+            # Like x: in a mesh with explicit axes zeros of their own would not be sharded as the batch is.
+            like = jnp.zeros_like(jnp.sum(x, tuple(range(len(batch), x.ndim))))
+            state = tuple(
+                jnp.broadcast_to(
+                    jnp.zeros_like(like, dtype).reshape(*batch, *(1,) * len(shape)), (*batch, *shape)
+                )
+                for shape, dtype in self._state_parts(x.dtype)
+            )
         else:
             self._check_state(state, batch)
         # Before any product: a product's gradient would multiply a NaN of padding by zero.
