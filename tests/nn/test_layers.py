@@ -1,5 +1,7 @@
 """Embeddings, norms, MLP, and what XLA's CPU backend has to be told."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,23 @@ from flax import nnx
 from jax import lax
 from nn_helpers import after_a_step, close, count, normal, pure, stirred
 
-from probjax.nn import MLP, AdaptiveLayerNorm, FourierFeatures, _cpu, rotary_embedding, sinusoidal_embedding
+from probjax.nn import (
+    MLP,
+    AdaptiveLayerNorm,
+    FourierFeatures,
+    LRUCell,
+    Mamba2Block,
+    MambaBlock,
+    MambaCell,
+    MixtureOfExperts,
+    RGLRUBlock,
+    SequenceModel,
+    SSDCell,
+    Transformer,
+    _cpu,
+    rotary_embedding,
+    sinusoidal_embedding,
+)
 
 
 def test_sinusoidal():
@@ -167,6 +185,34 @@ def test_gradients_of_half_types_multiply_float32_on_cpus_only():
         text = jax.jit(gradient).trace(state).lower(lowering_platforms=(platform,)).as_text()
         products = [line for line in text.splitlines() if "dot_general" in line]
         assert any(f"x{word}>" in line.split("->")[-1] for line in products[1:]), products
+
+
+HALF = {
+    "transformer": lambda **kinds: Transformer(16, 1, 2, in_features=8, out_features=8, **kinds),
+    "experts": lambda **kinds: MixtureOfExperts(8, 8, 2, num_selected=1, **kinds),
+    **{
+        cell.__name__: functools.partial(SequenceModel, 8, 1, cell)
+        for cell in (LRUCell, MambaCell, SSDCell, MambaBlock, RGLRUBlock)
+    },
+    "Mamba2Block": functools.partial(SequenceModel, 8, 1, functools.partial(Mamba2Block, head_size=8)),
+}
+
+
+@pytest.mark.parametrize("make", HALF.values(), ids=HALF)
+def test_no_model_has_a_half_product_in_its_derivative_on_cpus(make):
+    apply, state = pure(make(dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    x = jnp.ones((2, 4, 8), jnp.bfloat16)
+
+    def loss(state):
+        y = apply(state, x)
+        return jnp.sum((y[0] if isinstance(y, tuple) else y).astype(jnp.float32) ** 2)
+
+    def products(function):
+        text = jax.jit(function).trace(state).lower(lowering_platforms=("cpu",)).as_text()
+        return sum("dot_general" in line and "xbf16>" in line.split(":")[-1] for line in text.splitlines())
+
+    assert products(loss) > 0
+    assert products(jax.grad(loss)) <= products(loss)
 
 
 def test_settle():

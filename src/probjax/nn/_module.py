@@ -13,6 +13,7 @@ from flax import nnx
 
 from probjax import recurrence
 from probjax.nn import _init
+from probjax.nn._cpu import dot_general
 
 Array = jax.Array
 State = tuple[Array, ...]
@@ -272,7 +273,9 @@ def product(x: Array, kernel: Array, out: Any = None) -> Array:
     half types with a batch axis, such as `vmap` over parameters makes.
     """
     kernel = kernel.astype(x.dtype)
-    return x @ kernel if out is None else x.astype(out) @ kernel.astype(out)
+    if out is not None:
+        x, kernel = x.astype(out), kernel.astype(out)
+    return dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
 
 
 def exact_linear(layer: nnx.Linear, x: Array) -> Array:

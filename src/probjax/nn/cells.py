@@ -11,6 +11,7 @@ from flax import nnx
 
 from probjax import recurrence
 from probjax.nn import _init
+from probjax.nn._cpu import dot_general
 from probjax.nn._module import (
     Array,
     RecurrentModule,
@@ -159,7 +160,7 @@ class MambaCell(RecurrentModule):
         N = self.state_size
         self.A_log = nnx.Param(_init.s4d_log(features, N, param_dtype))
         self.D = nnx.Param(jnp.ones((features,), param_dtype))
-        kinds = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        kinds = {"dtype": dtype, "param_dtype": param_dtype, "dot_general": dot_general, "rngs": rngs}
         self.to_B = nnx.Linear(features, N, **kinds)
         self.to_C = nnx.Linear(features, N, **kinds)
         self.to_dt = nnx.Linear(features, features, bias_init=_init.step_bias, **kinds)
@@ -223,7 +224,7 @@ class SSDCell(RecurrentModule):
     ):
         self.features, self.state_size = features, _size(features, state_size)
         self.dtype, self.param_dtype = dtype, param_dtype
-        kinds = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        kinds = {"dtype": dtype, "param_dtype": param_dtype, "dot_general": dot_general, "rngs": rngs}
         small = nnx.initializers.variance_scaling(1 / self.state_size, "fan_in", "truncated_normal")
         self.query = nnx.Linear(features, self.state_size, kernel_init=small, **kinds)
         self.key = nnx.Linear(features, self.state_size, **kinds)

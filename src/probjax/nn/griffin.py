@@ -10,6 +10,7 @@ from flax import nnx
 
 from probjax import recurrence
 from probjax.nn import _init
+from probjax.nn._cpu import dot_general
 from probjax.nn._module import (
     Array,
     RecurrentModule,
@@ -89,7 +90,7 @@ class RGLRUBlock(RecurrentModule):
             raise ValueError(f"blocks: got {blocks}, want a divisor of the width {width}")
         self.features, self.conv_width = features, conv_width
         self.dtype, self.param_dtype = dtype, param_dtype
-        kinds = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        kinds = {"dtype": dtype, "param_dtype": param_dtype, "dot_general": dot_general, "rngs": rngs}
         self.linear_x = nnx.Linear(features, width, **kinds)
         self.linear_gate = nnx.Linear(features, width, **kinds)
         self.conv_weight, self.conv_bias = conv_parameters(conv_width, width, param_dtype, rngs)

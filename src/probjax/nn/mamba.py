@@ -11,6 +11,7 @@ from flax import nnx
 
 from probjax import recurrence
 from probjax.nn import _init
+from probjax.nn._cpu import dot_general
 from probjax.nn._module import (
     Array,
     RecurrentModule,
@@ -76,7 +77,7 @@ class MambaBlock(RecurrentModule):
         self.dt_rank = rank = math.ceil(features / 16) if dt_rank is None else dt_rank
         at_least_one(dt_rank=rank)
         self.dtype, self.param_dtype = dtype, param_dtype
-        kinds = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        kinds = {"dtype": dtype, "param_dtype": param_dtype, "dot_general": dot_general, "rngs": rngs}
         self.in_proj = nnx.Linear(features, 2 * inner, use_bias=False, **kinds)
         self.conv_weight, self.conv_bias = conv_parameters(conv_width, inner, param_dtype, rngs)
         self.x_proj = nnx.Linear(inner, rank + 2 * state_size, use_bias=False, **kinds)
@@ -183,7 +184,7 @@ class Mamba2Block(RecurrentModule):
         self.head_size, self.state_size, self.conv_width = head_size, state_size, conv_width
         self.norm_epsilon = norm_epsilon
         self.dtype, self.param_dtype = dtype, param_dtype
-        kinds = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        kinds = {"dtype": dtype, "param_dtype": param_dtype, "dot_general": dot_general, "rngs": rngs}
         convolved = inner + 2 * groups * state_size
         self.in_proj = nnx.Linear(features, inner + convolved + heads, use_bias=False, **kinds)
         self.conv_weight, self.conv_bias = conv_parameters(conv_width, convolved, param_dtype, rngs)
