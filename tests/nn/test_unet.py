@@ -36,7 +36,8 @@ def make(rank=2, seed=0, channels=(4, 8), **config):
 
 
 def divisor(channels):
-    return max(n for n in range(1, 33) if channels % n == 0)
+    """Of the numbers up to 32 that leave two channels or more to a group, the largest that divides."""
+    return next((n for n in range(32, 1, -1) if channels % n == 0 and channels // n >= 2), 1)
 
 
 def test_counts():
@@ -124,8 +125,15 @@ def test_stages_have_attention_on_both_ways():
 def test_any_number_of_channels():
     model = make(channels=(48, 7))
     assert model.down[0][0].block.norm1.num_groups == 24
-    assert model.down[1][0].block.norm1.num_groups == 7
+    assert model.down[1][0].block.norm1.num_groups == 1
     assert np.isfinite(model(normal((1, 4, 4, 3)))).all()
+
+
+def test_a_single_position_is_not_normed_away():
+    model, x = make(channels=(8, 16)), normal((2, 1, 1, 3))
+    assert np.abs(model(x)[0] - model(x)[1]).max() > 1e-2
+    step = model.middle[0].block
+    assert np.abs(step.norm1(normal((1, 1, 1, 16)))).max() > 0.1
 
 
 def test_half_types_are_kept():

@@ -24,8 +24,12 @@ _MOST_GROUPS = 32
 
 
 def groups_of(channels: int) -> int:
-    """Groups of a group norm: 32, or the largest divisor of the channels below."""
-    return max(n for n in range(1, min(_MOST_GROUPS, channels) + 1) if channels % n == 0)
+    """Groups of a group norm: the most up to 32 that divide the channels into groups of two or more.
+
+    A group of one channel at one position, as narrow networks have at the bottom, would be normed to zero.
+    """
+    most = max(1, min(_MOST_GROUPS, channels // 2))
+    return max(n for n in range(1, most + 1) if channels % n == 0)
 
 
 class ResidualBlock(nnx.Module):
