@@ -296,7 +296,9 @@ class Transformer(nnx.Module):
         Args:
           x: (*B, L, in_features), floating.
           condition, context, context_mask, mask, bias, is_causal: handed to every block, see
-            `TransformerBlock`.
+            `TransformerBlock`. A mask is attention's alone: the other layers compute on every token, so
+            set padded tokens to zero. NaN in them leaves the results of others alone, not the gradients
+            of the parameters.
           positions: (*B, L) numbers of the tokens; None counts from 0, or on from the cache.
           cache: from `init_cache` or the call before: these tokens follow those that it holds; see
             `MultiHeadAttention`.
